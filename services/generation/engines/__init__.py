@@ -1,0 +1,1 @@
+"""Generation engines; `shared/registry.py` holds the table of their names."""

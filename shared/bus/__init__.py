@@ -1,0 +1,92 @@
+"""The event bus: typed events over Kafka, at least once.
+
+`Bus` is one process's door to the broker. `publish`/`send` produce; `subscribe` joins a consumer group;
+`read` follows one partition without a group. Every thread runs under the process's supervisor: one that
+dies ends the process, and Kafka replays what it had in hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from shared.bus.publisher import Publisher
+from shared.bus.reader import PartitionReader
+from shared.bus.subscription import Delivery, Subscription
+from shared.events import Event
+from shared.settings import KafkaSettings
+from shared.store import ObjectStore
+from shared.supervisor import Supervisor
+
+__all__ = ["Bus", "Delivery", "PartitionReader", "Publisher", "Subscription"]
+
+
+class Bus:
+    """Producer, memberships and readers of one process."""
+
+    def __init__(
+        self, settings: KafkaSettings, *, client_id: str, store: ObjectStore, supervisor: Supervisor
+    ) -> None:
+        self.settings = settings
+        self._client_id = client_id
+        self._store = store
+        self._supervisor = supervisor
+        self._subscriptions: list[Subscription] = []
+        self._readers: list[PartitionReader] = []
+        self.publisher = Publisher(settings, client_id=client_id, store=store)
+        self.publish = self.publisher.publish
+        self.send = self.publisher.send
+        supervisor.start_thread("delivery reports", self.publisher.run, end=self.publisher.stop)
+
+    def subscribe(
+        self,
+        topics: Sequence[str],
+        *,
+        group: str,
+        handler: Callable[[list[Delivery]], None],
+        max_unacked: int = 1024,
+        accept: Callable[[dict[str, bytes]], bool] | None = None,
+    ) -> Subscription:
+        """Join a group. `accept` sees the headers and may skip an event undecoded (it is acknowledged)."""
+        subscription = Subscription(
+            self.settings,
+            topics=topics,
+            group=group,
+            handler=handler,
+            publisher=self.publisher,
+            store=self._store,
+            client_id=self._client_id,
+            max_unacked=max_unacked,
+            accept=accept,
+        )
+        self._subscriptions.append(subscription)
+        self._supervisor.start_thread(f"subscription {group}", subscription.run, end=subscription.stop)
+        return subscription
+
+    async def read(
+        self, topic: str, *, partition: int, handler: Callable[[list[Event]], None]
+    ) -> PartitionReader:
+        """Follow a partition from its present end. Returns when nothing later can be missed."""
+        reader = PartitionReader(
+            self.settings,
+            topic=topic,
+            partition=partition,
+            handler=handler,
+            store=self._store,
+            client_id=self._client_id,
+        )
+        await asyncio.to_thread(reader.open)
+        self._readers.append(reader)
+        name = f"reader {topic}[{partition}]"
+        self._supervisor.start_thread(name, reader.run, end=reader.stop)
+        return reader
+
+    @property
+    def events_lost(self) -> int:
+        """Offsets that jumped in this process without our having read them."""
+        return sum(s.events_lost for s in self._subscriptions) + sum(r.events_lost for r in self._readers)
+
+    def leave(self, subscription: Subscription) -> None:
+        """End one membership while the process goes on; its thread drains, commits and leaves."""
+        self._supervisor.release(f"subscription {subscription.group}")
+        self._subscriptions.remove(subscription)

@@ -1,0 +1,104 @@
+"""Reads one partition without a consumer group: an asker's replies.
+
+Starts at the end of the partition as it is when `open` returns, so that no reply to a later question
+can be missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import structlog
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+
+from shared import metrics
+from shared.bus import codec
+from shared.errors import Unavailable
+from shared.events import Event
+from shared.settings import KafkaSettings
+from shared.store import ObjectStore
+
+_LOG = structlog.get_logger()
+_BATCH = 128
+_IDLE_POLL_S = 0.25
+
+
+class PartitionReader:
+    """Feeds `handler` on the event loop with batches of events. `open`, then `run` on a thread."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        *,
+        topic: str,
+        partition: int,
+        handler: Callable[[list[Event]], None],
+        store: ObjectStore,
+        client_id: str,
+    ) -> None:
+        self._topic = topic
+        self._store = store
+        self._handler = handler
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._where = TopicPartition(settings.prefix + topic, partition)
+        self._expected: int | None = None
+        self.events_lost = 0
+        config = codec.common_settings(settings, client_id) | {
+            "group.id": f"{settings.prefix}reader.{client_id}",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "fetch.message.max.bytes": settings.inline_limit_bytes * 2,
+        }
+        if settings.fetch_wait_ms is not None:
+            config["fetch.wait.max.ms"] = settings.fetch_wait_ms
+        self._consumer = Consumer(config)
+
+    def open(self) -> None:
+        """Fix the starting offset. Blocks; raises Unavailable when the broker does not answer."""
+        try:
+            _, high = self._consumer.get_watermark_offsets(self._where, timeout=15)
+        except KafkaException as error:
+            raise Unavailable(f"{self._where.topic}: {error}") from error
+        self._where.offset = self._expected = high
+        self._consumer.assign([self._where])
+
+    def run(self) -> None:
+        """Thread. Consumes the partition; waits in poll; woken by the broker; ends on `stop`."""
+        try:
+            while not self._stopping.is_set():
+                first = self._consumer.poll(_IDLE_POLL_S)
+                if first is None:
+                    continue
+                events = self._decode([first, *self._consumer.consume(_BATCH - 1, 0)])
+                if events:
+                    metrics.EVENTS_CONSUMED.labels(self._topic).inc(len(events))
+                    self._loop.call_soon_threadsafe(self._handler, events)
+        finally:
+            self._consumer.close()
+
+    def stop(self) -> None:
+        """Ask the thread to end."""
+        self._stopping.set()
+
+    def _decode(self, messages: list[Message]) -> list[Event]:
+        events = []
+        for message in messages:
+            if message.error() is not None:
+                if message.error().fatal():
+                    raise Unavailable(f"{self._topic}: {message.error()}")
+                continue
+            offset = message.offset()
+            if self._expected is not None and offset > self._expected:
+                self.events_lost += offset - self._expected
+                metrics.EVENTS_LOST.labels(self._topic).inc(offset - self._expected)
+                _LOG.error("events lost", topic=self._topic, expected=self._expected, found=offset)
+            self._expected = offset + 1
+            try:
+                events.append(codec.decode(message.value(), dict(message.headers() or ()), self._store))
+            except codec.Undecodable as fault:
+                metrics.EVENTS_DEAD.labels(self._topic, fault.reason).inc()
+                _LOG.error("reply undecodable", reason=fault.reason, detail=fault.message)
+        return events

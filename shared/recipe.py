@@ -1,0 +1,282 @@
+"""The recipe: everything about one training run. TOML on disk, JSON over REST, strict everywhere.
+
+The text under each field is its documentation (`docs/recipe.md` is generated from it). An unknown key,
+NaN, infinity or a number out of range is refused by name, before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from shared import registry
+from shared.errors import FieldProblem, Invalid
+
+
+def _number_only(value: object) -> object:
+    if isinstance(value, bool | str):
+        raise ValueError(f"a number is needed here, not {value!r}")
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number_only), Field(allow_inf_nan=False)]
+Int = Annotated[int, BeforeValidator(_number_only)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+class Section(BaseModel):
+    """Root of all recipe sections: strict and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class TinyModel(Section):
+    """Shape of the model that `model = "tiny"` builds: randomly initialised, its tokenizer trained on
+    transcripts of the tasks."""
+
+    family: Literal["llama", "qwen2"] = "llama"
+    """Architecture (a `transformers` causal LM)."""
+    hidden_size: Int = Field(64, ge=16, le=2048, multiple_of=8)
+    layers: Int = Field(2, ge=1, le=48)
+    heads: Int = Field(4, ge=1, le=64)
+    kv_heads: Int = Field(2, ge=1, le=64)
+    vocab_size: Int = Field(768, ge=300, le=65536)
+    """Upper limit; the tokenizer stops earlier when the transcripts hold no more merges."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> TinyModel:
+        if self.hidden_size % self.heads or (self.hidden_size // self.heads) % 2:
+            raise ValueError("hidden_size must be heads × an even head size")
+        if self.heads % self.kv_heads:
+            raise ValueError("heads must be a multiple of kv_heads")
+        return self
+
+
+class Task(Section):
+    """One task: an environment, its reward, and how its turns are sampled."""
+
+    environment: str
+    """A name of the environments table or `package.module:Class`."""
+    config: dict[str, JsonValue] = {}
+    """The environment's own keys (its `Config`)."""
+    weight: Float = Field(1.0, gt=0, le=1000)
+    """Share of groups, relative to the other tasks."""
+    max_turns: Int = Field(8, ge=1, le=10_000)
+    max_tokens_per_turn: Int = Field(8, ge=1, le=131_072)
+    reward: str = "episode_return"
+    """A name of the rewards table or `package.module:Class`."""
+    reward_config: dict[str, JsonValue] = {}
+    """The scorer's own keys (its `Config`)."""
+    affinity: Name | None = None
+    """Device class for this task's turns; the router's default where absent."""
+    skill: Float = Field(0.0, ge=0, le=1)
+    """Warm start only: probability that scripted play takes the best action it knows, else a random one."""
+
+
+class Rollout(Section):
+    """What is rolled out, and how far ahead of training."""
+
+    groups_per_step: Int = Field(16, ge=1, le=65_536)
+    """Prompts of one training batch."""
+    group_size: Int = Field(8, ge=1, le=1024)
+    """Trajectories of one prompt."""
+    max_staleness: Int = Field(1, ge=0, le=64)
+    """α: the largest lag, in versions, between a trajectory's start and the step that trains it."""
+    temperature: Float = Field(1.0, gt=0, le=10)
+    top_p: Float = Field(1.0, gt=0, le=1)
+    top_k: Int = Field(0, ge=0, le=1_000_000)
+    context_window: Int = Field(512, ge=16, le=1_048_576)
+    """Tokens of a whole trajectory at most."""
+    deadline_s: Float = Field(120.0, ge=1, le=86_400)
+    """An episode that takes longer is aborted."""
+    group_retries: Int = Field(2, ge=0, le=100)
+    """How often a prompt whose group failed is issued again before it is dropped for good."""
+
+
+class Training(Section):
+    """The optimisation."""
+
+    algorithm: str = "grpo"
+    """A name of the algorithms table or `package.module:Class`."""
+    steps: Int = Field(60, ge=1, le=10_000_000)
+    learning_rate: Float = Field(1e-3, gt=0, le=1)
+    warmup_steps: Int = Field(0, ge=0, le=1_000_000)
+    """Steps over which the learning rate grows linearly to its value."""
+    betas: tuple[Float, Float] = (0.9, 0.95)
+    weight_decay: Float = Field(0.0, ge=0, le=1)
+    grad_clip: Float = Field(1.0, gt=0, le=1000)
+    """Largest global gradient norm."""
+    epochs: Int = Field(1, ge=1, le=16)
+    """Optimiser passes over one batch; one step publishes one version whatever this is."""
+    micro_batch_tokens: Int = Field(16_384, ge=64, le=16_777_216)
+    """Padded tokens of one forward pass at most; the result does not depend on it."""
+    clip_low: Float = Field(0.2, gt=0, lt=1)
+    """ε below 1 of the ratio clip."""
+    clip_high: Float = Field(0.28, gt=0, le=10)
+    """ε above 1 of the ratio clip (DAPO clip-higher)."""
+    entropy_coef: Float = Field(0.0, ge=0, le=1)
+    normalize_std: bool = True
+    """Divide a group's advantages by its population standard deviation (GRPO); False: Dr.GRPO."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """DAPO, GRPO and Dr.GRPO respectively, always over the whole batch."""
+    mask_truncated: bool = False
+    """Leave truncated trajectories out of the loss (they stay in their group's statistics)."""
+
+
+class WarmStart(Section):
+    """A short supervised phase on scripted play, before RL. Its transcripts travel through the same
+    services as rollouts do."""
+
+    episodes: Int = Field(1024, ge=0, le=10_000_000)
+    """Scripted episodes over all tasks; 0 switches the phase off (a tiny model still needs transcripts
+    for its tokenizer)."""
+    steps: Int = Field(200, ge=0, le=10_000_000)
+    batch_size: Int = Field(32, ge=1, le=65_536)
+    learning_rate: Float = Field(2e-3, gt=0, le=1)
+    loss_on: Literal["all", "actions"] = "all"
+    """Tokens in the loss: everything, or only the actions."""
+
+
+class Evaluation(Section):
+    """Held-out episodes, before the first and after the last step."""
+
+    episodes: Int = Field(128, ge=0, le=1_000_000)
+    """Per task; 0 switches evaluation off."""
+    temperature: Float = Field(1.0, ge=0, le=10)
+    """0 is greedy."""
+    first_seed: Int = Field(1_000_000, ge=0, le=2**53)
+
+
+class Checkpoint(Section):
+    """When the run's state is saved."""
+
+    every_steps: Int = Field(20, ge=1, le=10_000_000)
+    keep: Int = Field(2, ge=1, le=1000)
+    """Newest complete checkpoints kept."""
+
+
+class Recipe(Section):
+    """One run."""
+
+    name: Name = "run"
+    """Start of the run's id."""
+    seed: Int = Field(0, ge=0, le=2**31 - 1)
+    model: str = Field("tiny", min_length=1, max_length=4096)
+    """`tiny`, or a folder or hub name of any `transformers` causal LM."""
+    tiny: TinyModel = TinyModel()
+    tasks: dict[Name, Task] = Field(min_length=1)
+    rollout: Rollout = Rollout()
+    training: Training = Training()
+    warm_start: WarmStart = WarmStart()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        for name, task in self.tasks.items():
+            if task.max_tokens_per_turn >= self.rollout.context_window:
+                raise ValueError(
+                    f"tasks.{name}.max_tokens_per_turn ({task.max_tokens_per_turn}) must be below "
+                    f"rollout.context_window ({self.rollout.context_window})"
+                )
+        if self.model == "tiny" and self.warm_start.episodes == 0:
+            raise ValueError('warm_start.episodes must be above 0 when model = "tiny": its tokenizer is '
+                             "trained on those transcripts")
+        return self
+
+
+def validate(data: object) -> Recipe:
+    """A recipe out of parsed TOML or JSON, its plug-ins' names and configs checked too.
+
+    Raises Invalid naming every wrong key.
+    """
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        fields = [FieldProblem(field=f.field, message=_hint(f)) for f in registry.problems(error)]
+        raise _invalid(fields) from error
+    _check_unicode(recipe.model_dump(), "recipe")
+    fields = []
+    for name, task in recipe.tasks.items():
+        plugins: list[tuple[registry.Kind, str, dict[str, JsonValue], str, str]] = [
+            ("environment", task.environment, task.config, "environment", "config"),
+            ("reward", task.reward, task.reward_config, "reward", "reward_config"),
+        ]
+        for kind, plugin, config, key, config_key in plugins:
+            try:
+                registry.check_name(kind, plugin, field=f"tasks.{name}.{key}")
+                registry.configure(kind, plugin, config, field=f"tasks.{name}.{config_key}")
+            except Invalid as error:
+                fields += [
+                    FieldProblem(field=f"tasks.{name}.{key}" if f.field == config_key else f.field,
+                                 message=f.message)
+                    for f in error.fields
+                ]
+    try:
+        registry.check_name("algorithm", recipe.training.algorithm, field="training.algorithm")
+    except Invalid as error:
+        fields += error.fields
+    if fields:
+        raise _invalid(fields)
+    return recipe
+
+
+def load(path: Path) -> Recipe:
+    """The recipe in a TOML file. Raises Invalid where it is missing, unreadable or wrong."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise _invalid([FieldProblem(field=str(path), message="no such recipe file")]) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise _invalid([FieldProblem(field=str(path), message=f"cannot be read: {error}")]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise _invalid([FieldProblem(field=str(path), message=f"not valid TOML: {error}")]) from error
+    return validate(data)
+
+
+def _invalid(fields: list[FieldProblem]) -> Invalid:
+    return Invalid("; ".join(f"{f.field}: {f.message}" for f in fields), fields=fields)
+
+
+_SECTION_KEYS: dict[str, list[str]] = {}
+
+
+def _hint(problem: FieldProblem) -> str:
+    """The message, with the place where a misplaced or misspelt key belongs."""
+    if not problem.message.startswith("unknown key"):
+        return problem.message
+    if not _SECTION_KEYS:
+        _SECTION_KEYS[""] = list(Recipe.model_fields)
+        for section, field in Recipe.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                _SECTION_KEYS[section] = list(field.annotation.model_fields)
+        _SECTION_KEYS["tasks.<name>"] = list(Task.model_fields)
+    parent, _, key = problem.field.rpartition(".")
+    own = "tasks.<name>" if re.fullmatch(r"tasks\.[^.]+", parent) else parent
+    elsewhere = [s for s, keys in _SECTION_KEYS.items() if key in keys and s != own]
+    if elsewhere:
+        where = f"[{elsewhere[0]}]" if elsewhere[0] else "the top level"
+        return f"unknown key here; it belongs in {where}"
+    import difflib
+
+    near = difflib.get_close_matches(key, _SECTION_KEYS.get(own, []), n=1)
+    return f"unknown key; did you mean {near[0]!r}?" if near else problem.message
+
+
+def _check_unicode(value: object, field: str) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _invalid([FieldProblem(field=field, message="not encodable as UTF-8")]) from error
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_unicode(key, field)
+            _check_unicode(item, f"{field}.{key}".removeprefix("recipe."))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_unicode(item, field)

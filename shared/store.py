@@ -1,0 +1,99 @@
+"""The object store: weights, model folders and payloads too large for a message.
+
+A store maps a key (`weights/run-1/v000001/manifest.json`) to bytes. Writes are atomic: a reader sees
+the whole object or none. `open_store` picks the implementation by the scheme of the URI.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlparse
+
+from shared.errors import FieldProblem, Invalid, NotFound
+
+
+class ObjectStore(Protocol):
+    """Bytes by key. Keys are relative paths with `/`."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the whole object, or nothing."""
+
+    def get(self, key: str) -> bytes:
+        """Raises NotFound."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below a prefix, sorted."""
+
+    def delete(self, prefix: str) -> None:
+        """Remove every object below a prefix; fine where there is none."""
+
+    def folder(self, prefix: str) -> Path:
+        """A local folder that holds the objects below a prefix. Raises NotFound."""
+
+
+class FileStore:
+    """Objects as files below one folder, shared by all processes that name it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, key: str) -> Path:
+        path = (self.root / key).resolve()
+        if not path.is_relative_to(self.root.resolve()):
+            raise Invalid(f"store key leaves the store: {key!r}")
+        return path
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write to a temporary file beside the target, then rename over it."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".put-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes. Raises NotFound."""
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise NotFound(f"no object {key!r} in {self.root}") from error
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below a prefix, sorted."""
+        base = self._path(prefix)
+        files = [p for p in base.rglob("*") if p.is_file() and not p.name.startswith(".put-")]
+        return sorted(str(p.relative_to(self.root.resolve())) for p in files)
+
+    def delete(self, prefix: str) -> None:
+        """Remove a folder or a file."""
+        path = self._path(prefix)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def folder(self, prefix: str) -> Path:
+        """The folder itself."""
+        path = self._path(prefix)
+        if not path.is_dir():
+            raise NotFound(f"no folder {prefix!r} in {self.root}")
+        return path
+
+
+def open_store(uri: str) -> ObjectStore:
+    """The store at a URI. Raises Invalid naming `ROLLART_STORE` for an unknown scheme."""
+    parts = urlparse(uri)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return FileStore(Path(unquote(parts.path)))
+    message = f"unknown store {uri!r}; use file:///folder"
+    raise Invalid(message, fields=[FieldProblem(field="ROLLART_STORE", message=message)])
