@@ -11,6 +11,7 @@
     ├── Unavailable             503  retryable: broker, state or a worker is away
     │   └── NoWorker            503  retryable: no live worker for a device class
     ├── DeadlineExceeded        504  retryable
+    ├── StorageFull             507  no room for results; names the folder
     └── Internal                500
         ├── EventsLost          500  an offset jumped over events we never read
         ├── WeightsInvalid      500  a checksum, name or shape of published weights is wrong
@@ -141,6 +142,13 @@ class DeadlineExceeded(RollArtError):
     code = "deadline_exceeded"
     status = 504
     retryable = True
+
+
+class StorageFull(RollArtError):
+    """No room on disk for what was asked."""
+
+    code = "storage_full"
+    status = 507
 
 
 class Internal(RollArtError):

@@ -102,6 +102,8 @@ class TurnRequested(Event):
     """All tokens so far, verbatim as sampled or tokenised once. Shape (T,)."""
     sampling: Sampling
     context_window: int
+    min_version: int = 0
+    """Oldest policy version that may sample: a worker that has not loaded it yet holds the turn until it has."""
     deadline: FiniteFloat
     """When the turn, all tries together, fails."""
     try_deadline: FiniteFloat

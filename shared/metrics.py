@@ -22,8 +22,12 @@ FENCED_ACKS = Counter("rollart_fenced_acks", "Acknowledgements after their parti
 EPISODES = Counter("rollart_episodes", "Episodes ended", ["task", "status", "reason"])
 EPISODES_RUNNING = Gauge("rollart_episodes_running", "Episodes in progress")
 ENV_STEP_SECONDS = Histogram("rollart_env_step_seconds", "One environment step", ["task"], buckets=_LATENCY)
-ENV_RESET_SECONDS = Histogram("rollart_env_reset_seconds", "One environment reset", ["task"], buckets=_LATENCY)
-TURN_SECONDS = Histogram("rollart_turn_seconds", "From asking for a turn to its answer", ["task"], buckets=_LATENCY)
+ENV_RESET_SECONDS = Histogram(
+    "rollart_env_reset_seconds", "One environment reset", ["task"], buckets=_LATENCY
+)
+TURN_SECONDS = Histogram(
+    "rollart_turn_seconds", "From asking for a turn to its answer", ["task"], buckets=_LATENCY
+)
 TURN_RETRIES = Counter("rollart_turn_retries", "Turns asked again under the next try", ["reason"])
 LATE_REPLIES = Counter("rollart_late_replies", "Replies of an earlier try, or to nobody, dropped")
 

@@ -11,10 +11,18 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 
 from shared import registry
-from shared.errors import FieldProblem, Invalid
+from shared.errors import FieldProblem, Invalid, UnknownPlugin
 
 
 def _number_only(value: object) -> object:
@@ -184,8 +192,10 @@ class Recipe(Section):
                     f"rollout.context_window ({self.rollout.context_window})"
                 )
         if self.model == "tiny" and self.warm_start.episodes == 0:
-            raise ValueError('warm_start.episodes must be above 0 when model = "tiny": its tokenizer is '
-                             "trained on those transcripts")
+            raise ValueError(
+                'warm_start.episodes must be above 0 when model = "tiny": its tokenizer is '
+                "trained on those transcripts"
+            )
         return self
 
 
@@ -210,12 +220,11 @@ def validate(data: object) -> Recipe:
             try:
                 registry.check_name(kind, plugin, field=f"tasks.{name}.{key}")
                 registry.configure(kind, plugin, config, field=f"tasks.{name}.{config_key}")
+            except UnknownPlugin as error:
+                place = f"tasks.{name}.{key}"
+                fields += [FieldProblem(field=place, message=f.message) for f in error.fields]
             except Invalid as error:
-                fields += [
-                    FieldProblem(field=f"tasks.{name}.{key}" if f.field == config_key else f.field,
-                                 message=f.message)
-                    for f in error.fields
-                ]
+                fields += error.fields
     try:
         registry.check_name("algorithm", recipe.training.algorithm, field="training.algorithm")
     except Invalid as error:

@@ -6,6 +6,7 @@ starts named loops on the context and yields a typed state. Handlers find it as 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +26,7 @@ from shared import telemetry
 from shared.bus import Bus
 from shared.errors import FieldProblem, Invalid, NotFound, Problem, ProblemDetail, RollArtError, Unauthorized
 from shared.settings import Settings
-from shared.state import State
+from shared.state import ProcessRecord, State
 from shared.store import ObjectStore, open_store
 from shared.supervisor import Supervisor
 
@@ -45,20 +46,33 @@ class Context:
     bus: Bus
     store: ObjectStore
     started_at: float = field(default_factory=time.time)
-    busy: Busy = field(default_factory=lambda: Busy())
+    busy_s: Callable[[], float] = time.process_time
+    """Seconds of the stage's own work so far; CPU time of the process unless the lifespan says otherwise."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """Accumulated numbers that a run's summary adds up over processes."""
     status: Callable[[], dict[str, JsonValue]] = dict
     """What `/v1/status` adds, for people; a lifespan may replace it."""
 
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a counter."""
+        self.counters[name] = self.counters.get(name, 0.0) + amount
 
-@dataclass
-class Busy:
-    """Seconds in which this process did its own work, for the stage shares of a summary."""
-
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count some work."""
-        self.seconds += seconds
+    async def report(self) -> None:
+        """Loop. Produces this process's heartbeat in Redis; woken every second."""
+        while True:
+            counters = dict(self.counters)
+            if self.bus.events_lost:
+                counters["events_lost"] = float(self.bus.events_lost)
+            record = ProcessRecord(
+                process_id=self.settings.process_id,
+                service=self.name,
+                busy_s=self.busy_s(),
+                counters=counters,
+                started_at=self.started_at,
+                updated_at=time.time(),
+            )
+            await self.state.report_process(record, ttl_s=5.0)
+            await asyncio.sleep(1.0)
 
 
 class ServiceState(TypedDict):
@@ -98,6 +112,7 @@ def build(
         bus = Bus(settings.kafka, client_id=settings.process_id, store=store, supervisor=supervisor)
         context = Context(name, settings, supervisor, state, bus, store)
         supervisor.start("hints", state.follow_hints)
+        supervisor.start("report", context.report)
         app.state.context = context
         try:
             async with lifespan(context) as service:
@@ -161,7 +176,7 @@ async def status(request: Request) -> Status:
         ready=context.supervisor.ready,
         uptime_s=time.time() - context.started_at,
         loops={name: str(status) for name, status in context.supervisor.loops.items()},
-        detail=context.status() | {"busy_s": round(context.busy.seconds, 3)},
+        detail=context.status() | {"busy_s": round(context.busy_s(), 3)},
     )
 
 
@@ -224,7 +239,9 @@ def _install_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             return problem_response(NotFound(f"no route {request.method} {request.url.path}"))
         detail = ProblemDetail(code=f"http_{error.status_code}", message=str(error.detail))
-        return JSONResponse(Problem(error=detail).model_dump(), status_code=error.status_code, headers=error.headers)
+        return JSONResponse(
+            Problem(error=detail).model_dump(), status_code=error.status_code, headers=error.headers
+        )
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

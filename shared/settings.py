@@ -186,10 +186,13 @@ class Settings(BaseSettings):
 
 
 _TOP_LEVEL = {
-    field.validation_alias for field in Settings.model_fields.values() if isinstance(field.validation_alias, str)
+    field.validation_alias
+    for field in Settings.model_fields.values()
+    if isinstance(field.validation_alias, str)
 }
-_INTERNAL = {"ROLLART_CHILD"}
-"""Set by the launcher for its children (`services.host`), not a setting."""
+_INTERNAL = {"ROLLART_CHILD", "ROLLART_URL", "ROLLART_KEY"}
+"""Not settings of a service: the launcher's mark on its children (`services.host`), and where client
+commands (`services.cli`) find a gateway and with which key."""
 
 
 def load_settings() -> Settings:

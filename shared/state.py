@@ -2,7 +2,8 @@
 
     policy:{name}            HASH    version, step, uri, digest, model_uri, published_at
     policy:{name}:versions   ZSET    version → score version; member is the published record
-    worker:{id}              HASH    a worker's own report, with expiry;  workers  SET of ids
+    worker:{id}              STRING  a worker's own report, with expiry;   workers    SET of ids
+    process:{id}             STRING  any process's report, with expiry;    processes  SET of ids
     run:{id}                 HASH    state, recipe, progress, summary;     runs     ZSET by creation
     run:{id}:groups          SET     open groups, the admission budget
     run:{id}:events          STREAM  what `GET /v1/runs/{id}/events` sends
@@ -69,6 +70,19 @@ class WorkerRecord(Record):
     policies: dict[str, int]
     """Policy reference → version live."""
     draining: bool = False
+    updated_at: float
+
+
+class ProcessRecord(Record):
+    """What every process of every service says of itself, every second."""
+
+    process_id: str
+    service: str
+    busy_s: float
+    """Seconds of its stage's own work since it started."""
+    counters: dict[str, float] = {}
+    """Accumulated since it started; a reader adds up differences."""
+    started_at: float
     updated_at: float
 
 
@@ -196,7 +210,7 @@ class State:
                     fields = record.model_dump(mode="json") | {"model_uri": model_uri}
                     pipe.hset(key, mapping={k: str(v) for k, v in fields.items()})
                     pipe.zadd(f"{key}:versions", {record.model_dump_json(): record.version})
-                    pipe.publish(self._key("hints"), f"policy:{record.policy}")
+                    pipe.publish(self._key("hints"), "policies")
                     await pipe.execute()
                     return
                 except WatchError:
@@ -247,14 +261,32 @@ class State:
 
     async def workers(self) -> list[WorkerRecord]:
         """Every live worker, by id."""
-        ids = sorted(await cast(Awaitable[set[str]], self._redis.smembers(self._key("workers"))))
+        return [WorkerRecord.model_validate_json(item) for item in await self._live("workers", "worker")]
+
+    async def report_process(self, process: ProcessRecord, *, ttl_s: float) -> None:
+        """A process's heartbeat."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(
+                self._key("process", process.process_id), process.model_dump_json(), px=int(ttl_s * 1000)
+            )
+            pipe.sadd(self._key("processes"), process.process_id)
+            await pipe.execute()
+
+    async def processes(self) -> list[ProcessRecord]:
+        """Every live process."""
+        found = await self._live("processes", "process")
+        return [ProcessRecord.model_validate_json(item) for item in found]
+
+    async def _live(self, names: str, name: str) -> list[str]:
+        """The records behind a set of ids; ids whose record has expired leave the set."""
+        ids = sorted(await cast(Awaitable[set[str]], self._redis.smembers(self._key(names))))
         if not ids:
             return []
-        found = await self._redis.mget([self._key("worker", i) for i in ids])
+        found = await self._redis.mget([self._key(name, i) for i in ids])
         gone = [i for i, item in zip(ids, found, strict=True) if item is None]
         if gone:
-            await cast(Awaitable[int], self._redis.srem(self._key("workers"), *gone))
-        return [WorkerRecord.model_validate_json(item) for item in found if item is not None]
+            await cast(Awaitable[int], self._redis.srem(self._key(names), *gone))
+        return [item for item in found if item is not None]
 
     async def record_start(self, service: str) -> None:
         """A process of a service has started."""

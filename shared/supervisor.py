@@ -131,7 +131,9 @@ class Supervisor:
             raise Internal(f"loop {name!r} cannot start: this service is being stopped")
 
     def _ended(self, loop: _Loop, cause: BaseException | None) -> None:
-        deliberate = (self.stopping.is_set() or loop.released) and (cause is None or isinstance(cause, asyncio.CancelledError))
+        deliberate = (self.stopping.is_set() or loop.released) and (
+            cause is None or isinstance(cause, asyncio.CancelledError)
+        )
         loop.status = "stopped" if deliberate else "failed"
         loop.ended.set()
         if deliberate:

@@ -135,7 +135,9 @@ def check_prompt(request: EngineRequest, *, window: int, vocab_size: int) -> Non
         raise Invalid("the prompt is empty")
     limit = min(request.context_window, window)
     if len(prompt) >= limit:
-        raise Invalid(f"the prompt has {len(prompt)} tokens, the context window {limit}: no room for a new one")
+        raise Invalid(
+            f"the prompt has {len(prompt)} tokens, the context window {limit}: no room for a new one"
+        )
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

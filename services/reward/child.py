@@ -1,6 +1,7 @@
 """The process of isolated scorers: `python -m services.reward.child <file descriptor> <time limit>`.
 
-Started by `isolation.py`. Consumes completed trajectories from its end of a pipe, produces verdicts, waits for the next
+Started by `isolation.py`. Consumes completed trajectories from its end of a pipe, produces for each `loaded`
+and then a verdict, waits for the next
 one; ends when the other end closes. What a scorer prints is thrown away, what it writes to standard
 error is seen.
 """
@@ -11,8 +12,8 @@ import faulthandler
 import sys
 from multiprocessing.connection import Connection
 
-from services.reward.loading import Scorers
-from services.reward.verdict import Verdict, judge, refuse
+from services.reward.loading import ISOLATED, Scorers
+from services.reward.verdict import Verdict, judge
 from shared.events import TrajectoryCompleted
 
 
@@ -21,27 +22,20 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])
     scorers = Scorers(in_child=True)
-    connection.send_bytes(b"ready")
     while True:
         try:
             trajectory = TrajectoryCompleted.model_validate_json(connection.recv_bytes())
         except EOFError:
             return
+        found = scorers.get(trajectory.reward)
+        connection.send_bytes(b"loaded")
         # A scorer that spins while the service dies has nobody left to kill it; this timer needs no
         # interpreter lock and ends the process itself.
         faulthandler.dump_traceback_later(2 * timeout_s + 5, exit=True)
-        verdict = _grade(scorers, trajectory)
+        assert found != ISOLATED
+        verdict = found if isinstance(found, Verdict) else judge(found, trajectory)
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(verdict.model_dump_json().encode())
-
-
-def _grade(scorers: Scorers, trajectory: TrajectoryCompleted) -> Verdict:
-    found = scorers.get(trajectory.reward)
-    if isinstance(found, Verdict):
-        return found
-    if found.scorer is None:
-        return refuse("scorer_failed", "not made")
-    return judge(found.scorer, trajectory)
 
 
 if __name__ == "__main__":

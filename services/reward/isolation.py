@@ -23,7 +23,7 @@ from shared.events import TrajectoryCompleted
 from shared.settings import RewardSettings
 
 START_S = 30.0
-"""A child that is not ready by then is given up. Not part of a scorer's time."""
+"""Starting a child and loading a scorer take this at most; not part of the scorer's time."""
 _KEPT_FROM_CHILDREN = ("ROLLART_", "REDIS__", "KAFKA__")
 
 
@@ -123,18 +123,15 @@ class _Child:
         finally:
             theirs.close()
         self._connection = ours
-        self._ready = False
         self._killing = threading.Lock()
 
     def ask(self, job: bytes, *, timeout_s: float) -> Verdict:
         """Raises TimeoutError or _ChildLost; the child is of no use after either."""
         try:
-            if not self._ready:
-                if not self._connection.poll(START_S):
-                    raise _ChildLost(f"not ready after {START_S} s")
-                self._connection.recv_bytes()
-                self._ready = True
             self._connection.send_bytes(job)
+            if not self._connection.poll(START_S):
+                raise _ChildLost(f"the scorer was not loaded after {START_S} s")
+            self._connection.recv_bytes()
             if not self._connection.poll(timeout_s):
                 raise TimeoutError
             return Verdict.model_validate_json(self._connection.recv_bytes())

@@ -3,7 +3,7 @@ process of an isolated scorer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal, cast
 
 from pydantic_core import to_json
 
@@ -17,24 +17,20 @@ KEPT = 256
 """Configured scorers at once; the oldest makes room."""
 
 
-@dataclass(frozen=True)
-class Configured:
-    """A scorer whose name and config are right."""
-
-    isolated: bool
-    scorer: Scorer | None
-    """None where it is isolated and this is not its process."""
+ISOLATED: Literal["isolated"] = "isolated"
+"""In place of a scorer that is right but belongs into a child process."""
 
 
 class Scorers:
-    """The cache. `in_child`: this process is where isolated scorers run."""
+    """The cache."""
 
     def __init__(self, *, in_child: bool) -> None:
+        """`in_child`: this process is where isolated scorers run."""
         self._in_child = in_child
-        self._known: dict[tuple[str, bytes], Configured] = {}
+        self._known: dict[tuple[str, bytes], Scorer | Literal["isolated"]] = {}
 
-    def get(self, spec: RewardSpec) -> Configured | Verdict:
-        """The scorer, or the refusal that stands for every trajectory that asks for it."""
+    def get(self, spec: RewardSpec) -> Scorer | Literal["isolated"] | Verdict:
+        """The scorer, or a refusal that holds for every trajectory that asks for it."""
         key = (spec.scorer, to_json(spec.config) if spec.config else b"")
         known = self._known.get(key)
         if known is not None:
@@ -50,7 +46,8 @@ class Scorers:
         self._known[key] = made
         return made
 
-    def _make(self, spec: RewardSpec) -> Configured:
+    def _make(self, spec: RewardSpec) -> Scorer | Literal["isolated"]:
         cls, config = registry.configure("reward", spec.scorer, spec.config)
-        isolated = bool(cls.isolated)
-        return Configured(isolated, cls(config) if self._in_child or not isolated else None)
+        if cls.isolated and not self._in_child:
+            return ISOLATED
+        return cast(Scorer, cls(config))

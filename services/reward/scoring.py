@@ -11,7 +11,7 @@ import time
 import structlog
 
 from services.reward.isolation import Children
-from services.reward.loading import Scorers
+from services.reward.loading import ISOLATED, Scorers
 from services.reward.verdict import Verdict, judge, refuse
 from shared.events import TrajectoryCompleted, TrajectoryScored, TrajectoryStatus
 from shared.settings import RewardSettings
@@ -60,6 +60,6 @@ class Scoring:
         found = self._scorers.get(trajectory.reward)
         if isinstance(found, Verdict):
             return found
-        if found.scorer is None:
+        if found == ISOLATED:
             return await self._children.grade(trajectory)
-        return judge(found.scorer, trajectory)
+        return judge(found, trajectory)

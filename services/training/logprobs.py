@@ -71,7 +71,7 @@ class TokenScorer:
 
 def _body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module | None]:
     """Body and head where they compose to the model's logits on a probe, else the model and None."""
-    head = model.get_output_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     body = model.base_model
     if head is None or body is model:
         return model, None
@@ -90,7 +90,9 @@ def _restricted(sampling: Sequence[Sampling]) -> bool:
     return any(s.top_k > 0 or s.top_p < 1.0 for s in sampling)
 
 
-def _as_sampled(logits_NV: Tensor, *, tokens_N: Tensor, row_N: Tensor, sampling: Sequence[Sampling]) -> Tensor:
+def _as_sampled(
+    logits_NV: Tensor, *, tokens_N: Tensor, row_N: Tensor, sampling: Sequence[Sampling]
+) -> Tensor:
     """Logits of the distribution tokens were drawn from.
 
     The behaviour policy's support is not stored: it is taken from the current logits, and always holds the

@@ -5,7 +5,6 @@ Written by the trainer, one line per record; read by the report and by anything 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -34,7 +33,7 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's; a resumed run goes on in the same files."""
         self._path = folder / FILE
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)  # type: ignore[no-untyped-call]
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
 
     def write(self, record: AnyRecord) -> None:
         """Append one record. Raises OSError."""
@@ -43,11 +42,11 @@ class MetricsLog:
             return
         for tag, value in _scalars(record).items():
             if value is not None:
-                self._tensorboard.add_scalar(tag, value, record.step, walltime=record.time)  # type: ignore[no-untyped-call]
+                self._tensorboard.add_scalar(tag, value, record.step, walltime=record.time)
 
     def close(self) -> None:
         """Finish the TensorBoard file."""
-        self._tensorboard.close()  # type: ignore[no-untyped-call]
+        self._tensorboard.close()
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -121,7 +121,13 @@ class Publisher:
             loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
 
         self.publish(
-            topic, event, key=key, run_id=run_id, traceparent=traceparent, purpose=purpose, on_delivered=delivered
+            topic,
+            event,
+            key=key,
+            run_id=run_id,
+            traceparent=traceparent,
+            purpose=purpose,
+            on_delivered=delivered,
         )
         await done
 

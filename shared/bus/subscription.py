@@ -272,10 +272,18 @@ class Subscription:
         _LOG.error("event dead-lettered", topic=topic, offset=message.offset(), reason=reason, detail=detail)
         origin = f"{topic}/{message.partition()}/{message.offset()}"
         headers = [*(message.headers() or ())]
-        headers += [("origin", origin.encode()), ("reason", reason.encode()), ("error", detail.encode()[:4096])]
+        headers += [
+            ("origin", origin.encode()),
+            ("reason", reason.encode()),
+            ("error", detail.encode()[:4096]),
+        ]
         offset = message.offset()
         self._publisher.publish_raw(
-            DEADLETTERS, message.value(), headers, key=message.key(), on_delivered=lambda: partition.ack(offset)
+            DEADLETTERS,
+            message.value(),
+            headers,
+            key=message.key(),
+            on_delivered=lambda: partition.ack(offset),
         )
 
     def _flow(self) -> None:

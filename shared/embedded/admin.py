@@ -29,6 +29,7 @@ from shared.topics import TopicPlan
 log = structlog.get_logger()
 
 _DEFAULT_MESSAGE_BYTES = 1_000_000
+_REQUEST_S = 5.0
 _NOT_YET = (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.REQUEST_TIMED_OUT, KafkaError._TIMED_OUT)
 """What a broker answers in the first second of its life."""
 
@@ -36,7 +37,8 @@ _NOT_YET = (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.REQUEST_TIMED_OUT,
 def partition_counts(bootstrap: str, *, timeout_s: float = 10.0) -> dict[str, int]:
     """Topic (full name) → number of partitions. Raises Unavailable when no broker answers."""
     try:
-        found = _client(bootstrap).list_topics(timeout=timeout_s)
+        admin = _client(bootstrap)
+        found = admin.list_topics(timeout=timeout_s)
     except KafkaException as error:
         raise Unavailable(
             f"no Kafka broker answers at {bootstrap}: start it, or set KAFKA__BOOTSTRAP=embedded"
@@ -68,9 +70,9 @@ def ensure_topics(
         if 0 < present.get(settings.prefix + topic.name, 0) < topic.partitions
     ]
     if short:
-        for name, future in admin.create_partitions(short).items():
+        for name, future in admin.create_partitions(short, request_timeout=_REQUEST_S).items():
             try:
-                future.result(timeout=timeout_s)
+                future.result()
             except KafkaException as error:
                 raise Invalid(
                     f"topic {name} has too few partitions and the broker adds none: {error.args[0].str()}; "
@@ -96,9 +98,9 @@ def _create(admin: AdminClient, topics: Sequence[TopicPlan], settings: KafkaSett
                 config=config,
             )
         )
-    for future in admin.create_topics(wanted).values():
+    for future in admin.create_topics(wanted, request_timeout=_REQUEST_S).values():
         try:
-            future.result(timeout=30)
+            future.result()
         except KafkaException as error:
             problem: KafkaError = error.args[0]
             if problem.code() != KafkaError.TOPIC_ALREADY_EXISTS:
@@ -110,7 +112,7 @@ def set_group_sessions(bootstrap: str, groups: Sequence[str], *, settings: Kafka
     """Ask the broker for `session_timeout_s` in these groups (names without prefix).
 
     A killed member's partitions then move after it, not after the broker's 45 s. Returns False, and says
-    so once, where the broker refuses: floor not lowered, older than 4.0, or no permission.
+    so once, where the broker refuses: floor not lowered, older than 4.0, no permission, or no answer.
     """
     if settings.protocol != "consumer" or not groups:
         return True
@@ -131,9 +133,10 @@ def set_group_sessions(bootstrap: str, groups: Sequence[str], *, settings: Kafka
         for group in groups
     ]
     refused: str | None = None
-    for future in _client(bootstrap).incremental_alter_configs(resources).values():
+    admin = _client(bootstrap)
+    for future in admin.incremental_alter_configs(resources, request_timeout=_REQUEST_S).values():
         try:
-            future.result(timeout=30)
+            future.result()
         except KafkaException as error:
             refused = error.args[0].str()
     if refused is not None:

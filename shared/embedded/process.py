@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from shared.embedded import leash
 from shared.errors import Conflict, Invalid, Unavailable
@@ -105,6 +105,11 @@ class Child:
             self.kill()
             self.process.wait()
 
+    def reap(self) -> None:
+        """Wait for the end of a process that has been told to end."""
+        if self.process is not None:
+            self.process.wait()
+
     def wait_until(self, ready: Callable[[], bool], *, deadline_s: float) -> None:
         """Block until `ready()`. Raises Unavailable with the end of the log when it ends or is too late."""
         limit = time.monotonic() + deadline_s
@@ -130,6 +135,27 @@ class Child:
         except OSError:
             text = ""
         return "\n".join([f"the end of {self.log_path}:", *(text.splitlines()[-lines:] or ["(empty)"])])
+
+
+class RestartPolicy:
+    """When a child that died is started again: at once, later, or never.
+
+    A death within 60 s of the last start continues a streak. The first three of a streak restart at once,
+    then the delay doubles from 0.5 s to 30 s; after ten it is given up.
+    """
+
+    HEALTHY_S: ClassVar[float] = 60.0
+    LIMIT: ClassVar[int] = 10
+
+    def __init__(self) -> None:
+        self.streak = 0
+
+    def delay(self, lived_s: float) -> float | None:
+        """Seconds to wait after a child that lived so long; None: give up."""
+        self.streak = 1 if lived_s >= self.HEALTHY_S else self.streak + 1
+        if self.streak > self.LIMIT:
+            return None
+        return 0.0 if self.streak <= 3 else min(30.0, 0.5 * 2 ** (self.streak - 4))
 
 
 @contextlib.contextmanager

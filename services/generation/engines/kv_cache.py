@@ -39,7 +39,9 @@ class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.capacity = blocks
         """Blocks that requests can hold."""
-        self.sessions: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self.cached = 0
+        """Blocks that sessions hold between turns."""
+        self._sessions: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._free = list(range(blocks, ZERO_BLOCK, -1))
 
     @property
@@ -47,18 +49,12 @@ class BlockPool:
         """Blocks that nobody holds."""
         return len(self._free)
 
-    @property
-    def cached(self) -> int:
-        """Blocks that sessions hold between turns."""
-        return sum(len(entry.blocks) for entry in self.sessions.values())
-
     def allocate(self, count: int) -> list[int] | None:
-        """So many blocks, evicting sessions where needed; None, and nothing taken, where there are too few."""
-        while len(self._free) < count and self.sessions:
-            _, entry = self.sessions.popitem(last=False)
-            self._free += entry.blocks
-        if len(self._free) < count:
+        """So many blocks, evicting sessions where needed; None, and nothing taken, for want of them."""
+        if len(self._free) + self.cached < count:
             return None
+        while len(self._free) < count:
+            self.drop(next(iter(self._sessions)))
         cut = len(self._free) - count
         taken = self._free[cut:]
         del self._free[cut:]
@@ -74,7 +70,8 @@ class BlockPool:
         used = blocks_for(len(tokens))
         self.release(blocks[used:])
         if used:
-            self.sessions[session] = CachedPrefix(tokens, blocks[:used])
+            self._sessions[session] = CachedPrefix(tokens, blocks[:used])
+            self.cached += used
 
     def take(self, session: str, prompt: list[int]) -> tuple[int, list[int]]:
         """Hand over what is kept of a session: tokens that can be reused for `prompt`, and their blocks.
@@ -82,9 +79,10 @@ class BlockPool:
         At least one token of the prompt is left to compute, for its logits. The rest of what was kept is
         freed.
         """
-        entry = self.sessions.pop(session, None)
+        entry = self._sessions.pop(session, None)
         if entry is None:
             return 0, []
+        self.cached -= len(entry.blocks)
         reusable = min(common_prefix(entry.tokens, prompt), len(prompt) - 1)
         used = blocks_for(reusable)
         self.release(entry.blocks[used:])
@@ -92,15 +90,15 @@ class BlockPool:
 
     def drop(self, session: str) -> None:
         """Free what is kept for a session, if anything."""
-        entry = self.sessions.pop(session, None)
+        entry = self._sessions.pop(session, None)
         if entry is not None:
+            self.cached -= len(entry.blocks)
             self.release(entry.blocks)
 
     def drop_all(self) -> None:
         """Free what is kept for all sessions."""
-        for entry in self.sessions.values():
-            self.release(entry.blocks)
-        self.sessions.clear()
+        for session in list(self._sessions):
+            self.drop(session)
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
@@ -120,14 +118,18 @@ class KvStore:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Layer → keys and values, each of shape (P, BLOCK_TOKENS · H · D)."""
 
-    def write(self, layer: int, key_NHD: torch.Tensor, value_NHD: torch.Tensor, *, slots_N: torch.Tensor) -> None:
+    def write(
+        self, layer: int, key_NHD: torch.Tensor, value_NHD: torch.Tensor, *, slots_N: torch.Tensor
+    ) -> None:
         """Store the KV of N tokens. A slot is block · BLOCK_TOKENS + offset."""
         if layer not in self.layers:
             self.layers[layer] = (self._allocate(key_NHD), self._allocate(value_NHD))
         for pool, new in zip(self.layers[layer], (key_NHD, value_NHD), strict=True):
             pool.view(-1, *new.shape[1:]).index_copy_(0, slots_N, new)
 
-    def read(self, layer: int, blocks: torch.Tensor, *, rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, blocks: torch.Tensor, *, rows: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of `rows` sequences from their flat block table: two tensors (rows, H, tokens, D)."""
         keys, values = self.layers[layer]
         tokens = blocks.numel() // rows * BLOCK_TOKENS

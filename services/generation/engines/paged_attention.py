@@ -11,15 +11,20 @@ Shapes: N packed tokens, R sequences, S new tokens of a sequence, T tokens of co
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.generation.engines.kv_cache import BLOCK_TOKENS, ZERO_BLOCK, KvStore, blocks_for
 from shared.errors import Invalid
+
+Ints = npt.NDArray[np.int64]
 
 IMPLEMENTATION = "rollart_paged"
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -60,7 +65,9 @@ class Group:
         if repeats not in self.masks:
             plain = self.masks[1]
             rows, _, queries, context = plain.shape
-            folded = plain.expand(rows, repeats, queries, context).reshape(rows, 1, repeats * queries, context)
+            folded = plain.expand(rows, repeats, queries, context).reshape(
+                rows, 1, repeats * queries, context
+            )
             self.masks[repeats] = folded
         return self.masks[repeats]
 
@@ -78,93 +85,98 @@ class PackedBatch:
     slots_N: torch.Tensor
     """Where the KV of each token goes."""
     last_R: torch.Tensor
-    """Packed index of each sequence's last token, in `rows` order."""
-    groups: list[Group] = field(default_factory=list)
+    """Packed index of each sequence's last token, in the order given to `pack`."""
+    groups: list[Group]
 
 
 def pack(
-    rows: Rows[Row], counts: Rows[int], *, store: KvStore, window: int, dtype: torch.dtype, device: torch.device
+    rows: Rows[Row],
+    counts: Rows[int],
+    *,
+    store: KvStore,
+    window: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PackedBatch:
     """A batch of the next `counts[i]` tokens of each row, whose blocks must reach that far."""
-    order = sorted(range(len(rows)), key=lambda i: _bucket(counts[i], rows[i].computed + counts[i]))
-    ids: list[int] = []
-    positions: list[int] = []
-    table: list[int] = []
-    ends: list[int] = [0] * len(rows)
-    starts: list[int] = []
-    width = max(blocks_for(row.computed + count) for row, count in zip(rows, counts, strict=True))
+    counts_R = np.array(counts)
+    starts_R = np.array([row.computed for row in rows])
+    buckets_R = _buckets(counts_R, starts_R + counts_R)
+    order = np.argsort(buckets_R, kind="stable")
+    counts_R, starts_R, buckets_R = counts_R[order], starts_R[order], buckets_R[order]
+    width = blocks_for(int((starts_R + counts_R).max()))
     padding = [ZERO_BLOCK] * width
-    for i in order:
-        row, start, stop = rows[i], rows[i].computed, rows[i].computed + counts[i]
-        starts.append(len(ids))
-        ids += row.tokens[start:stop]
-        positions += range(start, stop)
-        ends[i] = len(ids) - 1
+    ids: list[int] = []
+    table: list[int] = []
+    for i in order.tolist():
+        row = rows[i]
+        ids += row.tokens[row.computed : row.computed + counts[i]]
         used = row.blocks[:width]
         table += used
         table += padding[len(used) :]
-    counts_R = torch.tensor([counts[i] for i in order])
-    table_RB = torch.tensor(table).view(len(rows), width)
-    positions_N = torch.tensor(positions)
-    row_N = torch.arange(len(rows)).repeat_interleave(counts_R)
+    table_RB = np.array(table).reshape(len(rows), width)
+    firsts_R = counts_R.cumsum() - counts_R
+    row_N = np.arange(len(rows)).repeat(counts_R)
+    positions_N = np.arange(len(ids)) + (starts_R - firsts_R)[row_N]
     slots_N = table_RB[row_N, positions_N // BLOCK_TOKENS] * BLOCK_TOKENS + positions_N % BLOCK_TOKENS
-    batch = PackedBatch(
+    last_R = np.empty_like(order)
+    last_R[order] = firsts_R + counts_R - 1
+    edges = [0, *(np.flatnonzero(np.diff(buckets_R)) + 1).tolist(), len(rows)]
+    return PackedBatch(
         store=store,
         window=window,
-        input_ids=torch.tensor(ids, device=device)[None],
-        position_ids=positions_N.to(device)[None],
-        slots_N=slots_N.to(device),
-        last_R=torch.tensor(ends, device=device),
+        input_ids=torch.from_numpy(np.array(ids)).to(device)[None],
+        position_ids=torch.from_numpy(positions_N).to(device)[None],
+        slots_N=torch.from_numpy(slots_N).to(device),
+        last_R=torch.from_numpy(last_R).to(device),
+        groups=[
+            _group(firsts_R[i:j], counts_R[i:j], starts_R[i:j], table_RB[i:j], dtype=dtype, device=device)
+            for i, j in pairwise(edges)
+        ],
     )
-    at = 0
-    while at < len(order):
-        key = _bucket(counts[order[at]], positions[ends[order[at]]] + 1)
-        stop = at + 1
-        while stop < len(order) and _bucket(counts[order[stop]], positions[ends[order[stop]]] + 1) == key:
-            stop += 1
-        batch.groups.append(
-            _group(
-                starts[at], counts_R[at:stop], table_RB[at:stop], positions_N=positions_N, dtype=dtype, device=device
-            )
-        )
-        at = stop
-    return batch
 
 
-def _bucket(count: int, context: int) -> tuple[int, int]:
-    """Sequences of one bucket attend together: padding is bounded, and so is the number of groups."""
-    return (count - 1).bit_length() + 1 >> 1 if count > 1 else 0, max(6, (context - 1).bit_length())
+def _buckets(counts_R: Ints, contexts_R: Ints) -> Ints:
+    """Sequences of one bucket attend together: powers of 4 of new tokens, of 2 of context from 64 on.
+
+    That bounds the padding, and also the number of groups, each of which has a cost of its own.
+    """
+    of_count = np.ceil(np.log2(counts_R) / 2).astype(np.int64)
+    of_context = np.ceil(np.log2(np.maximum(contexts_R, 64))).astype(np.int64)
+    return of_count * 64 + of_context
 
 
 def _group(
-    first: int,
-    counts_R: torch.Tensor,
-    table_RB: torch.Tensor,
+    firsts_R: Ints,
+    counts_R: Ints,
+    starts_R: Ints,
+    table_RB: Ints,
     *,
-    positions_N: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Group:
+    """The group of some rows: index of the first packed token, new tokens, tokens before, blocks of each."""
     rows, queries, tokens = len(counts_R), int(counts_R.max()), int(counts_R.sum())
-    starts_R = first + counts_R.cumsum(0) - counts_R
-    step_S = torch.arange(queries)
+    steps_S = np.arange(queries)
     # Padding repeats a sequence's last token: always finite, thrown away afterwards.
-    index_RS = starts_R[:, None] + torch.minimum(step_S[None], counts_R[:, None] - 1)
-    positions_RS = positions_N[index_RS]
-    width = blocks_for(int(positions_RS.max()) + 1)
-    mask = torch.zeros(rows, 1, queries, width * BLOCK_TOKENS, dtype=dtype)
-    mask.masked_fill_(torch.arange(width * BLOCK_TOKENS) > positions_RS[:, None, :, None], -torch.inf)
+    steps_RS = np.minimum(steps_S, counts_R[:, None] - 1)
+    width = blocks_for(int((starts_R + counts_R).max()))
+    positions_RS = torch.from_numpy(starts_R[:, None] + steps_RS).to(device)
+    context_T = torch.arange(width * BLOCK_TOKENS, device=device)
+    mask = torch.zeros(rows, 1, queries, len(context_T), dtype=dtype, device=device)
+    mask.masked_fill_(context_T > positions_RS[:, None, :, None], -torch.inf)
     padded = rows * queries != tokens
-    real = (step_S[None] < counts_R[:, None]).flatten().nonzero()[:, 0] if padded else None
+    gather = torch.from_numpy((firsts_R[:, None] + steps_RS).ravel()).to(device) if padded else None
+    real = np.flatnonzero(steps_S < counts_R[:, None]) if padded else None
     return Group(
-        first=first,
-        last=first + tokens,
+        first=int(firsts_R[0]),
+        last=int(firsts_R[0]) + tokens,
         rows=rows,
         queries=queries,
-        blocks=table_RB[:, :width].flatten().to(device),
-        gather=index_RS.flatten().to(device) if padded else None,
-        scatter=real.to(device) if real is not None else None,
-        masks={1: mask.to(device)},
+        blocks=torch.from_numpy(table_RB[:, :width].ravel()).to(device),
+        gather=gather,
+        scatter=None if real is None else torch.from_numpy(real).to(device),
+        masks={1: mask},
     )
 
 
@@ -175,7 +187,7 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: PackedBatch,
+    packed: PackedBatch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: object,
@@ -184,6 +196,8 @@ def attend(
 
     Raises Invalid for a kind of attention that this does not compute.
     """
+    if packed is None:
+        raise Invalid("the torch engine cannot run models that pass nothing on to their attention")
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if sliding_window is not None and sliding_window < packed.window:
         refused.append("sliding_window")
@@ -204,7 +218,7 @@ def attend(
         folded = part.reshape(rows, queries, heads, repeats, size).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(rows, heads, repeats * queries, size)
         out = scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask(repeats), scale=scaling)
-        out = out.view(rows, heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
+        out = out.reshape(rows, heads, repeats, queries, -1).permute(0, 3, 1, 2, 4)
         out = out.reshape(rows * queries, heads * repeats, -1)
         parts.append(out if group.scatter is None else out[group.scatter])
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -24,7 +25,7 @@ class Draw:
     logprobs: list[float]
     """Under the distribution drawn from; of greedy rows under softmax at temperature 1."""
     finite: list[bool]
-    """False: the row's logits hold NaN or infinity, its token and log-probability mean nothing."""
+    """False: the row's logits hold NaN or +inf (-inf only excludes a token); its token means nothing."""
 
 
 def draw(logits_RV: torch.Tensor, sampling: Sequence[Sampling], *, uniforms: Sequence[float]) -> Draw:
@@ -36,10 +37,6 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[Sampling], *, uniforms: Seq
     """
     logits_RV = logits_RV.float()
     vocab = logits_RV.shape[-1]
-    finite_R = logits_RV.isfinite().all(-1)
-    finite = finite_R.tolist()
-    if not all(finite):
-        logits_RV = torch.where(finite_R[:, None], logits_RV, 0.0)
     device = logits_RV.device
     temperatures = [row.temperature for row in sampling]
     if any(t not in (0.0, 1.0) for t in temperatures):
@@ -63,15 +60,20 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[Sampling], *, uniforms: Seq
     if 0.0 in temperatures:
         greedy_R = torch.tensor([t == 0.0 for t in temperatures], device=device)
         tokens_R1 = torch.where(greedy_R[:, None], logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
-    chosen_R = logprobs_RV.gather(-1, tokens_R1)[:, 0]
-    return Draw(token_ids=tokens_R1[:, 0].tolist(), logprobs=chosen_R.tolist(), finite=finite)
+    # One NaN or +inf in a row makes the normaliser, and so every log-probability of the row, not finite.
+    logprobs = logprobs_RV.gather(-1, tokens_R1.clamp_(max=vocab - 1))[:, 0].tolist()
+    return Draw(
+        token_ids=tokens_R1[:, 0].tolist(),
+        logprobs=logprobs,
+        finite=[isfinite(logprob) for logprob in logprobs],
+    )
 
 
 def _truncate(logits_RV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
     """Logits with everything outside top-k and top-p at -inf. The most likely token always stays."""
     vocab = logits_RV.shape[-1]
     device = logits_RV.device
-    sorted_RV, order_RV = logits_RV.sort(-1, descending=True, stable=True)
+    sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     top_k_R = torch.tensor([row.top_k or vocab for row in sampling], device=device)
     top_p_R = torch.tensor([row.top_p for row in sampling], dtype=torch.float64, device=device)
     drop_RV = torch.arange(vocab, device=device)[None, :] >= top_k_R[:, None]

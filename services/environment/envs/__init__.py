@@ -1,0 +1,1 @@
+"""The built-in environments, one module each. Named in the environments table of `shared/registry.py`."""

@@ -1,0 +1,83 @@
+"""One live request of the torch engine: its tokens, and how far their KV is computed."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+
+from services.generation.protocol import EngineRequest, EngineResult, append_version
+from shared.errors import RollArtError
+from shared.events import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt and sampled tokens of one request; those from `computed` on still go through the model."""
+
+    request: EngineRequest
+    limit: int
+    """Tokens at which the context is full."""
+    seed: int
+    tokens: list[int]
+    stops: frozenset[int]
+    computed: int = 0
+    """Tokens whose KV is stored, from position 0."""
+    blocks: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    cached: int = 0
+    keep: bool = True
+    """Whether the KV stays for the session's next turn."""
+    added_at: float = field(default_factory=time.perf_counter)
+    started_at: float | None = None
+    first_at: float | None = None
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the model has not seen under the live weights."""
+        return len(self.tokens) - self.computed
+
+    def uniform(self) -> float:
+        """The number in [0, 1) that decides the next token: of seed, request and position alone, so that a
+        draw does not depend on what else is in the batch."""
+        key = f"{self.seed}:{self.request.request_id}:{len(self.logprobs)}".encode()
+        bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+        return float((bits >> 11) * 2.0**-53)
+
+    def restart(self) -> None:
+        """Forget all KV: it will be computed again."""
+        self.computed = 0
+        self.cached = 0
+
+    def append(self, token: int, logprob: float, *, version: int, now: float) -> FinishReason | None:
+        """Take a sampled token; why sampling is over, or None where it goes on."""
+        if self.first_at is None:
+            self.first_at = now
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        append_version(self.versions, version)
+        if token in self.stops:
+            return FinishReason.STOP
+        if len(self.tokens) >= self.limit:
+            return FinishReason.CONTEXT
+        if len(self.logprobs) >= self.request.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def result(self, reason: FinishReason, *, now: float, error: RollArtError | None = None) -> EngineResult:
+        """What is told about the request at its end."""
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_at is None else self.first_at
+        return EngineResult(
+            request_id=self.request.request_id,
+            token_ids=self.tokens[len(self.request.prompt_ids) :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=reason,
+            cached_tokens=self.cached,
+            queued_s=started - self.added_at,
+            prefill_s=first - started,
+            decode_s=now - first,
+            error=error,
+        )

@@ -1,0 +1,353 @@
+"""The engine loop: between two engine steps handle commands; otherwise advance the batch by one step;
+publish a finished request at once. An add or an abort never stalls others.
+
+One thread owns every engine of the process. The event loop only posts commands to it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.generation.protocol import Engine, EngineRequest, EngineResult
+from shared import metrics
+from shared.bus import Delivery, Publisher
+from shared.errors import Conflict, RollArtError, WeightsInvalid
+from shared.events import GenerateRequested, TurnFailed, TurnGenerated, TurnRequested, TurnTimings
+from shared.topics import REPLIES
+from shared.weights import RawTensor
+
+_LOG = structlog.get_logger()
+_IDLE_S = 0.5
+_SWEEP_S = 0.5
+
+
+@dataclass(slots=True)
+class _InHand:
+    """A request in an engine, or on its way to one."""
+
+    delivery: Delivery
+    turn: TurnRequested
+    worker_id: str
+    device_class: str
+    received_at: float
+
+
+@dataclass(slots=True)
+class Hosted:
+    """One policy, or pinned version of one, in its own engine."""
+
+    reference: str
+    engine: Engine
+    live: dict[str, _InHand] = field(default_factory=dict)
+    """Request id → what asked."""
+    held: list[_InHand] = field(default_factory=list)
+    """Turns that want a newer version than is live."""
+    used_at: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing would be lost by unloading it."""
+        return not self.live and not self.held
+
+
+class Worker:
+    """Owns the engines. `run` is the engine thread; every other method may be called from the event loop."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        *,
+        max_policies: int,
+        want: Callable[[str], None],
+    ) -> None:
+        """`want` is called, from the engine thread, with a policy reference that is missing or too old."""
+        self._publisher = publisher
+        self._max_policies = max_policies
+        self._want = want
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._hosted: dict[str, Hosted] = {}
+        self._homeless: dict[str, list[_InHand]] = {}
+        self._sweep_at = 0.0
+        self.busy_s = 0.0
+        self.exposed_s = 0.0
+        self.loads = 0
+        self.load_failures = 0
+        self.tokens_sampled = 0
+
+    # Any thread
+
+    def accept(self, deliveries: Sequence[Delivery]) -> None:
+        """A batch of assigned turns."""
+        self._commands.put(lambda: self._admit(deliveries))
+
+    def host(self, reference: str, engine: Engine) -> None:
+        """Take in an engine that is loaded and ready."""
+        self._commands.put(lambda: self._move_in(Hosted(reference, engine)))
+
+    def load(
+        self,
+        reference: str,
+        weights: Mapping[str, RawTensor],
+        *,
+        version: int,
+        done: Callable[[WeightsInvalid | None], None],
+    ) -> None:
+        """Swap weights between two steps; `done` hears the outcome, on the engine thread."""
+        self._commands.put(lambda: done(self._load(reference, weights, version)))
+
+    def refuse(self, reference: str, error: RollArtError) -> None:
+        """A wanted policy cannot be had: fail the turns that wait for it."""
+        self._commands.put(lambda: self._refuse(reference, error))
+
+    def abort_runs(self, run_ids: frozenset[str]) -> None:
+        """Drop every turn of these runs."""
+        self._commands.put(lambda: self._abort(lambda held: held.turn.run_id in run_ids, "run"))
+
+    def stop(self) -> None:
+        """End the engine thread; what is in hand stays unacknowledged."""
+        self._stopping.set()
+        self._commands.put(lambda: None)
+
+    def versions(self) -> dict[str, int]:
+        """Policy reference → version live."""
+        return {reference: hosted.engine.version for reference, hosted in list(self._hosted.items())}
+
+    def run_ids(self) -> set[str]:
+        """Runs that have turns in hand."""
+        return {held.turn.run_id for held in self._in_hand()}
+
+    def load_numbers(self) -> tuple[int, int, float]:
+        """Running sequences, waiting requests, KV usage."""
+        hosted = list(self._hosted.values())
+        running = sum(h.engine.running for h in hosted)
+        waiting = sum(h.engine.waiting + len(h.held) for h in hosted)
+        waiting += sum(len(turns) for turns in list(self._homeless.values()))
+        return running, waiting, max((h.engine.kv_usage for h in hosted), default=0.0)
+
+    def _in_hand(self) -> list[_InHand]:
+        found = [turn for turns in list(self._homeless.values()) for turn in list(turns)]
+        for hosted in list(self._hosted.values()):
+            found += [*list(hosted.live.values()), *list(hosted.held)]
+        return found
+
+    # The engine thread
+
+    def run(self) -> None:
+        """Thread. Consumes commands and produces replies; waits for a command when no engine has work."""
+        while not self._stopping.is_set():
+            busy = [hosted for hosted in self._hosted.values() if hosted.engine.has_work]
+            self._handle_commands(block=not busy)
+            self._sweep()
+            for hosted in list(self._hosted.values()):
+                if hosted.engine.has_work:
+                    self._step(hosted)
+
+    def _handle_commands(self, *, block: bool) -> None:
+        try:
+            command = self._commands.get(timeout=_IDLE_S) if block else self._commands.get_nowait()
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _step(self, hosted: Hosted) -> None:
+        began = time.perf_counter()
+        results = hosted.engine.step()
+        took = time.perf_counter() - began
+        self.busy_s += took
+        metrics.ENGINE_STEP_SECONDS.observe(took)
+        for result in results:
+            self._reply(hosted, result)
+
+    def _admit(self, deliveries: Sequence[Delivery]) -> None:
+        now = time.time()
+        for delivery in deliveries:
+            request = delivery.event
+            assert isinstance(request, GenerateRequested)
+            held = _InHand(delivery, request.turn, request.worker_id, request.device_class, now)
+            self._place(held)
+
+    def _place(self, held: _InHand) -> None:
+        turn = held.turn
+        if time.time() >= turn.try_deadline:
+            self._drop(held, "expired")
+            return
+        hosted = self._hosted.get(turn.policy)
+        if hosted is None:
+            self._homeless.setdefault(turn.policy, []).append(held)
+            self._want(turn.policy)
+        elif hosted.engine.version < turn.min_version:
+            hosted.held.append(held)
+            self._want(turn.policy)
+        else:
+            self._add(hosted, held)
+
+    def _add(self, hosted: Hosted, held: _InHand) -> None:
+        turn = held.turn
+        request_id = f"{turn.trajectory_id}/{turn.attempt}/{turn.turn}/{turn.try_number}"
+        self._supersede(hosted, turn)
+        request = EngineRequest(
+            request_id=request_id,
+            session=turn.trajectory_id,
+            prompt_ids=turn.prompt_ids,
+            sampling=turn.sampling,
+            context_window=turn.context_window,
+        )
+        hosted.used_at = time.monotonic()
+        try:
+            hosted.engine.add(request)
+        except Conflict:
+            # The same request delivered twice: the first one answers, this one has nothing to add.
+            held.delivery.ack()
+        except RollArtError as error:
+            self._reply_failed(held, error)
+        else:
+            hosted.live[request_id] = held
+
+    def _supersede(self, hosted: Hosted, turn: TurnRequested) -> None:
+        """An earlier try of the same turn has no reader any more."""
+        for number in range(turn.try_number):
+            earlier = f"{turn.trajectory_id}/{turn.attempt}/{turn.turn}/{number}"
+            held = hosted.live.pop(earlier, None)
+            if held is not None:
+                hosted.engine.abort(earlier)
+                self._drop(held, "superseded")
+
+    def _move_in(self, hosted: Hosted) -> None:
+        while len(self._hosted) >= self._max_policies:
+            idle = [h for h in self._hosted.values() if h.idle]
+            if not idle:
+                break
+            oldest = min(idle, key=lambda h: h.used_at)
+            del self._hosted[oldest.reference]
+            _LOG.info("policy unloaded", policy=oldest.reference)
+        hosted.used_at = time.monotonic()
+        self._hosted[hosted.reference] = hosted
+        self.loads += 1
+        metrics.WEIGHT_LOADS.labels("loaded").inc()
+        for held in self._homeless.pop(hosted.reference, []):
+            self._place(held)
+
+    def _load(self, reference: str, weights: Mapping[str, RawTensor], version: int) -> WeightsInvalid | None:
+        hosted = self._hosted.get(reference)
+        if hosted is None or hosted.engine.version >= version:
+            return None
+        stalled = hosted.engine.has_work or bool(hosted.held)
+        began = time.perf_counter()
+        try:
+            hosted.engine.load(weights, version=version)
+        except WeightsInvalid as error:
+            self.load_failures += 1
+            metrics.WEIGHT_LOADS.labels("failed").inc()
+            return error
+        finally:
+            if stalled:
+                self.exposed_s += time.perf_counter() - began
+        self.loads += 1
+        metrics.WEIGHT_LOADS.labels("loaded").inc()
+        metrics.POLICY_VERSION.set(version)
+        held, hosted.held = hosted.held, []
+        for turn in held:
+            self._place(turn)
+        return None
+
+    def _refuse(self, reference: str, error: RollArtError) -> None:
+        for held in self._homeless.pop(reference, []):
+            self._reply_failed(held, error)
+
+    def _reply(self, hosted: Hosted, result: EngineResult) -> None:
+        held = hosted.live.pop(result.request_id, None)
+        if held is None:
+            return
+        if result.error is not None:
+            self._reply_failed(held, result.error)
+            return
+        turn = held.turn
+        self.tokens_sampled += len(result.token_ids)
+        metrics.TOKENS.labels("sampled").inc(len(result.token_ids))
+        metrics.TOKENS.labels("cached").inc(result.cached_tokens)
+        generated = TurnGenerated.model_construct(
+            run_id=turn.run_id,
+            trajectory_id=turn.trajectory_id,
+            attempt=turn.attempt,
+            turn=turn.turn,
+            try_number=turn.try_number,
+            asker=turn.asker,
+            worker_id=held.worker_id,
+            device_class=held.device_class,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            versions=result.versions,
+            finish_reason=result.finish_reason,
+            cached_tokens=result.cached_tokens,
+            timings=TurnTimings.model_construct(
+                queued_s=result.queued_s, prefill_s=result.prefill_s, decode_s=result.decode_s
+            ),
+        )
+        self._send(held, generated)
+
+    def _reply_failed(self, held: _InHand, error: RollArtError) -> None:
+        turn = held.turn
+        failed = TurnFailed(
+            run_id=turn.run_id,
+            trajectory_id=turn.trajectory_id,
+            attempt=turn.attempt,
+            turn=turn.turn,
+            try_number=turn.try_number,
+            asker=turn.asker,
+            code=error.code,
+            message=error.message,
+            retryable=error.retryable,
+        )
+        self._send(held, failed)
+
+    def _send(self, held: _InHand, reply: TurnGenerated | TurnFailed) -> None:
+        self._publisher.publish(
+            REPLIES,
+            reply,
+            partition=held.turn.reply_partition,
+            run_id=held.turn.run_id,
+            traceparent=held.delivery.traceparent,
+            on_delivered=held.delivery.ack,
+        )
+
+    def _drop(self, held: _InHand, reason: str) -> None:
+        metrics.TURNS_ABORTED.labels(reason).inc()
+        held.delivery.ack()
+
+    def _sweep(self) -> None:
+        """Drop what nobody waits for any more; twice a second."""
+        if time.monotonic() < self._sweep_at:
+            return
+        self._sweep_at = time.monotonic() + _SWEEP_S
+        now = time.time()
+        self._abort(lambda held: now >= held.turn.try_deadline, "expired")
+        running, waiting, kv_usage = self.load_numbers()
+        metrics.ENGINE_RUNNING.set(running)
+        metrics.ENGINE_WAITING.set(waiting)
+        metrics.KV_USAGE.set(kv_usage)
+
+    def _abort(self, gone: Callable[[_InHand], bool], reason: str) -> None:
+        for hosted in self._hosted.values():
+            for request_id, held in list(hosted.live.items()):
+                if gone(held):
+                    hosted.engine.abort(request_id)
+                    del hosted.live[request_id]
+                    self._drop(held, reason)
+            hosted.held = self._keep(hosted.held, gone, reason)
+        for reference, turns in list(self._homeless.items()):
+            self._homeless[reference] = self._keep(turns, gone, reason)
+
+    def _keep(self, turns: list[_InHand], gone: Callable[[_InHand], bool], reason: str) -> list[_InHand]:
+        for held in turns:
+            if gone(held):
+                self._drop(held, reason)
+        return [held for held in turns if not gone(held)]

@@ -1,0 +1,31 @@
+"""`router`: assigns one turn's prefill and decode to a GPU-typed consumer group."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from services.router.dispatch import Dispatch
+from shared import registry, service
+from shared.service import Context
+from shared.settings import Settings
+from shared.topics import TURNS
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The router as an app."""
+    registry.load("routing", settings.router.strategy, field="ROUTER__STRATEGY")
+    return service.build("router", settings, lifespan=_lifespan)
+
+
+@asynccontextmanager
+async def _lifespan(context: Context) -> AsyncIterator[Dispatch]:
+    settings = context.settings.router
+    strategy = registry.load("routing", settings.strategy, field="ROUTER__STRATEGY")()
+    dispatch = Dispatch(context.bus, context.state, settings, strategy)
+    context.status = dispatch.status
+    context.supervisor.start("watch workers", dispatch.watch_workers)
+    context.bus.subscribe([TURNS], group="router", handler=dispatch.handle, max_unacked=8192)
+    yield dispatch

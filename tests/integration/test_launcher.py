@@ -1,0 +1,442 @@
+"""A stack of tiny services: all start, the dead come back, and nothing is ever left running."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.launcher import Launcher, environment
+from shared import topics
+from shared.embedded import admin
+from shared.embedded.kafka import EmbeddedKafka
+from shared.embedded.process import Child, RestartPolicy
+from shared.embedded.redis import EmbeddedRedis, answers, ask
+from shared.errors import Conflict, Internal, Invalid, Unavailable
+from shared.settings import HttpSettings, KafkaSettings, RedisSettings, Settings, load_settings
+from shared.topics import TopicPlan
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("gateway", "router", "reward")
+
+TINY = """
+import asyncio, contextlib, os, sys
+from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
+from shared.supervisor import Supervisor
+
+def create_app(settings):
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        if os.environ.get("TINY") == "broken":
+            print("the tiny cause", file=sys.stderr)
+            raise RuntimeError("cannot start")
+        if os.environ.get("TINY") == "slow":
+            await asyncio.sleep(3600)
+        async with app.state.supervisor as supervisor:
+            supervisor.start("loop", lambda: loop(app))
+            yield
+        print("lifespan closed", flush=True)
+
+    async def loop(app):
+        await app.state.die.wait()
+        raise RuntimeError("the loop died")
+
+    app = FastAPI(lifespan=lifespan)
+    app.state.supervisor, app.state.die = Supervisor(), asyncio.Event()
+
+    @app.get("/readyz")
+    async def readyz():
+        return Response(status_code=200 if app.state.supervisor.ready else 503)
+
+    @app.get("/die")
+    async def die():
+        app.state.die.set()
+
+    @app.get("/environ")
+    async def environ():
+        return {"kafka": settings.kafka.bootstrap, "redis": settings.redis.url, "keys": settings.api_keys,
+                "wait": settings.kafka.fetch_wait_ms, "base_url": app.state.base_url}
+
+    @app.get("/stream")
+    async def stream():
+        async def events():
+            while True:
+                yield b"data: x\\n\\n"
+                await asyncio.sleep(0.05)
+        return StreamingResponse(events())
+
+    return app
+"""
+
+SERVE = """
+import sys
+from services import host
+from shared.settings import load_settings
+names = sys.argv[1].split(",")
+sys.exit(host.serve(names, load_settings(), apps={name: "tiny:create_app" for name in host.APPS}))
+"""
+
+STACK = """
+import asyncio, json, sys
+from services.launcher import Launcher
+from shared.settings import load_settings
+async def main():
+    command = lambda name: [sys.executable, sys.argv[1], name]
+    async with Launcher(load_settings(), services=sys.argv[2].split(","), command=command) as stack:
+        print(json.dumps(stack.pids), flush=True)
+        await stack.wait()
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folder with the tiny service and its scripts; fails the test that leaves a process behind."""
+    for name, text in (("tiny.py", TINY), ("serve.py", SERVE), ("stack.py", STACK)):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("ROLLART_STATE_DIR", str(tmp_path / "state"))
+    yield tmp_path
+    left = running(tmp_path)
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def running(folder: Path) -> list[psutil.Process]:
+    """Live processes whose command line or environment names the folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+            zombie = process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue
+        if process.pid != os.getpid() and not zombie and any(str(folder) in word for word in words):
+            found.append(process)
+    return found
+
+
+def until(condition: Callable[[], object], *, seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.02)
+
+
+async def until_ready(url: str, *, seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds), httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get(f"{url}/readyz")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+def stack(
+    folder: Path, *, services: tuple[str, ...] = SERVICES, settings: Settings | None = None
+) -> Launcher:
+    return Launcher(
+        settings or load_settings(),
+        services=services,
+        command=lambda name: [sys.executable, str(folder / "serve.py"), name],
+    )
+
+
+def start_stack(folder: Path, services: str = "gateway,router", **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(folder / "stack.py"), str(folder / "serve.py"), services],
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pids_of(launcher: subprocess.Popen[str]) -> dict[str, int]:
+    """Of a stack of `start_stack`, once it is ready."""
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith("{"):
+            found: dict[str, int] = json.loads(line)
+            return found
+    raise AssertionError(f"the launcher ended with {launcher.wait()}")
+
+
+def start_serve(
+    folder: Path, services: str = "router", **environ: str
+) -> tuple[subprocess.Popen[bytes], str]:
+    """A host process without a launcher, ready; and the base URL of its first service."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (folder / "serve.log").open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, str(folder / "serve.py"), services],
+            env=os.environ | {"HTTP__PORT": str(port)} | environ,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+    until(lambda: answers_http(url) or process.poll() is not None)
+    assert process.poll() is None, (folder / "serve.log").read_text()
+    return process, url
+
+
+def answers_http(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+async def environ_of(launched: Launcher, service: str) -> dict[str, object]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer: dict[str, object] = (await client.get(f"{launched.urls[service]}/environ")).json()
+        return answer
+
+
+async def kill_for_ever(launched: Launcher, service: str) -> None:
+    while True:
+        if service in launched.pids:
+            os.kill(launched.pids[service], signal.SIGKILL)
+        await asyncio.sleep(0.02)
+
+
+async def test_every_child_gets_the_addresses_and_a_clean_stop_leaves_no_process(tiny: Path) -> None:
+    async with stack(tiny) as launched:
+        assert set(launched.pids) == {*SERVICES, "redis"}
+        assert psutil.Process(launched.pids["router"]).cmdline()[:1] == ["rollart serve router"]
+        for name in SERVICES:
+            assert await environ_of(launched, name) == {
+                "kafka": launched.bootstrap,
+                "redis": launched.redis_url,
+                "wait": 5,
+                "keys": launched.api_key,
+                "base_url": launched.urls[name],
+            }
+        assert admin.partition_counts(launched.bootstrap)["rollart.turns"] == 8
+    assert running(tiny) == []
+    assert "lifespan closed" in (launched.log_dir / "gateway.log").read_text()
+    await launched.stop()
+
+
+async def test_a_killed_service_comes_back_at_its_address_and_is_recorded(tiny: Path) -> None:
+    async with stack(tiny) as launched:
+        before = launched.pids
+        os.kill(before["router"], signal.SIGKILL)
+        await asyncio.to_thread(until, lambda: launched.restarts)
+        await until_ready(launched.urls["router"])
+        after = launched.pids
+        assert after["router"] != before["router"]
+        assert {name: after[name] for name in after if name != "router"} == {
+            name: before[name] for name in before if name != "router"
+        }
+        assert [(name, len(times)) for name, times in launched.restarts.items()] == [("router", 1)]
+
+
+async def test_a_service_whose_loop_dies_is_restarted(tiny: Path) -> None:
+    async with stack(tiny, services=("router",)) as launched:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await client.get(f"{launched.urls['router']}/die")
+        await asyncio.to_thread(until, lambda: launched.restarts)
+        await until_ready(launched.urls["router"])
+
+
+async def test_a_killed_redis_comes_back_with_its_data(tiny: Path) -> None:
+    async with stack(tiny, services=("router",)) as launched:
+        ask(launched.redis_url, "SET", "policy", "7")
+        os.kill(launched.pids["redis"], signal.SIGKILL)
+        await asyncio.to_thread(until, lambda: launched.restarts and answers(launched.redis_url))
+        assert ask(launched.redis_url, "GET", "policy") == "7"
+
+
+async def test_a_service_that_dies_while_starting_is_named_with_its_last_words(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY", "broken")
+    with pytest.raises(Unavailable, match="the tiny cause"):
+        async with stack(tiny, services=("router",)):
+            pytest.fail("a broken stack was entered")
+    assert running(tiny) == []
+
+
+async def test_a_port_in_use_is_refused_by_name_before_anything_starts(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = load_settings().model_copy(update={"http": HttpSettings(port=port)})
+        with pytest.raises(Invalid, match=rf"{port}.*HTTP__PORT"):
+            async with stack(tiny, settings=settings):
+                pytest.fail("started on a port in use")
+    assert not (tiny / "state" / "logs").exists()
+
+
+async def test_a_second_stack_in_the_same_folder_is_refused_and_the_first_goes_on(tiny: Path) -> None:
+    async with stack(tiny, services=("router",)) as first:
+        with pytest.raises(Conflict, match="ROLLART_STATE_DIR"):
+            async with stack(tiny, services=("router",)):
+                pytest.fail("two stacks in one folder")
+        await until_ready(first.urls["router"])
+    async with stack(tiny, services=("router",)):
+        pass
+
+
+async def test_a_broker_and_redis_of_others_are_used_and_left_running(tiny: Path, tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "theirs") as redis, EmbeddedKafka() as kafka:
+        plan_settings = KafkaSettings(bootstrap=kafka.bootstrap, partitions=4, reply_partitions=4)
+        kafka.create_topics(_plan(plan_settings))
+        settings = load_settings().model_copy(
+            update={"kafka": plan_settings, "redis": RedisSettings(url=redis.url)}
+        )
+        async with stack(tiny, services=("router",), settings=settings) as launched:
+            assert set(launched.pids) == {"router"}
+            answer = await environ_of(launched, "router")
+            assert (answer["kafka"], answer["redis"]) == (kafka.bootstrap, redis.url)
+            assert answer["wait"] is None
+        assert answers(redis.url)
+        assert "rollart.turns" in admin.partition_counts(kafka.bootstrap)
+
+
+def _plan(settings: KafkaSettings) -> list[TopicPlan]:
+    return [dataclasses.replace(topic, name=settings.prefix + topic.name) for topic in topics.plan(settings)]
+
+
+async def test_a_child_that_keeps_dying_fails_the_stack(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestartPolicy, "LIMIT", 2)
+    with pytest.raises(Internal, match="router ended by signal 9"):
+        async with stack(tiny, services=("router",)) as launched:
+            await kill_for_ever(launched, "router")
+
+
+@pytest.mark.parametrize("moment", ["redis.log", "router.log", "gateway.log"])
+def test_an_interrupt_while_starting_leaves_no_process(tiny: Path, moment: str) -> None:
+    launcher = start_stack(tiny, TINY="slow")
+    until(lambda: (tiny / "state" / "logs" / moment).exists())
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(30) == 130
+    assert running(tiny) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_running_launcher_brings_all_down(tiny: Path, number: signal.Signals) -> None:
+    launcher = start_stack(tiny)
+    assert set(pids_of(launcher)) == {"gateway", "router", "redis"}
+    launcher.send_signal(number)
+    assert launcher.wait(30) == 130
+    assert running(tiny) == []
+
+
+def test_no_child_outlives_a_launcher_that_is_killed_and_its_folder_is_free_again(tiny: Path) -> None:
+    launcher = start_stack(tiny)
+    assert pids_of(launcher)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: running(tiny) == [], seconds=20)
+    launcher = start_stack(tiny)
+    assert pids_of(launcher)
+    launcher.terminate()
+    assert launcher.wait(30) == 130
+
+
+def test_a_stopped_service_outlives_neither_its_launcher_nor_the_grace(tiny: Path) -> None:
+    launcher = start_stack(tiny, HTTP__GRACE_S="1")
+    os.kill(pids_of(launcher)["router"], signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(30) == 130
+    assert running(tiny) == []
+
+
+def test_a_dead_loop_ends_its_process_with_exit_code_1(tiny: Path) -> None:
+    process, url = start_serve(tiny)
+    httpx.get(f"{url}/die", trust_env=False)
+    assert process.wait(20) == 1
+    assert "lifespan closed" in (tiny / "serve.log").read_text()
+
+
+def test_sigterm_with_an_open_event_stream_exits_0_within_the_grace(tiny: Path) -> None:
+    process, url = start_serve(tiny)
+    with httpx.stream("GET", f"{url}/stream", trust_env=False) as stream:
+        next(stream.iter_raw())
+        process.terminate()
+        assert process.wait(10) == 0
+    assert "lifespan closed" in (tiny / "serve.log").read_text()
+
+
+def test_a_second_signal_ends_a_process_that_is_still_stopping(tiny: Path) -> None:
+    process, url = start_serve(tiny, HTTP__GRACE_S="600")
+    with httpx.stream("GET", f"{url}/stream", trust_env=False) as stream:
+        next(stream.iter_raw())
+        process.terminate()
+        until(lambda: not answers_http(url))
+        process.terminate()
+        assert process.wait(10) == 1
+    assert "lifespan closed" not in (tiny / "serve.log").read_text()
+
+
+def test_services_of_one_process_stop_together_when_one_dies(tiny: Path) -> None:
+    process, url = start_serve(tiny, "generation,gateway,router")
+    httpx.get(f"{url}/die", trust_env=False)
+    assert process.wait(20) == 1
+    assert (tiny / "serve.log").read_text().count("lifespan closed") == 3
+
+
+def test_serving_on_a_port_in_use_is_refused_by_name(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, str(tiny / "serve.py"), "router"],
+            env=os.environ | {"HTTP__PORT": str(port)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    assert done.returncode != 0
+    assert f"127.0.0.1:{port}" in done.stderr
+
+
+def test_settings_survive_the_way_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        kafka=KafkaSettings(bootstrap="a:1", fetch_wait_ms=7, partitions=3),
+        http=HttpSettings(grace_s=2.5),
+    )
+    for name, value in environment(settings).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == settings
+
+
+def test_restarts_come_at_once_then_slower_then_end() -> None:
+    policy = RestartPolicy()
+    delays = [policy.delay(1.0) for _ in range(11)]
+    assert delays == [0, 0, 0, 0.5, 1, 2, 4, 8, 16, 30, None]
+    assert policy.delay(RestartPolicy.HEALTHY_S) == 0
+
+
+def test_a_child_can_be_started_again_and_its_end_is_told(tmp_path: Path) -> None:
+    child = Child(name="echo", command=["/bin/sh", "-c", "echo hello; exit 3"], log_path=tmp_path / "log")
+    for count in (1, 2):
+        child.spawn()
+        with pytest.raises(Unavailable, match="exit code 3") as raised:
+            child.wait_until(lambda: False, deadline_s=10)
+        assert raised.value.message.count("hello") == count
