@@ -144,7 +144,7 @@ def _redis(settings: Settings) -> Check:
         return _try("redis", lambda: f"embedded: {_executable(find_server())}")
     answer = _try("redis", lambda: ask(url, "PING"))
     if not answer.ok:
-        return answer
+        return Check("redis", False, answer.detail, "start that server, or set REDIS__URL=embedded")
     try:
         policy = ask(url, "CONFIG", "GET", "maxmemory-policy").split()[-1]
     except (RollArtError, IndexError):

@@ -214,6 +214,13 @@ class Launcher:
         self._watch = asyncio.create_task(self._restart_the_dead(), name="launcher watch")
         log.info("stack_ready", kafka=self.bootstrap, redis=self.redis_url, **self.urls)
 
+    def create_topics(self, plan: Sequence[topics.TopicPlan]) -> None:
+        """Topics besides the stack's own, for benchmarks and tests."""
+        if self._broker is not None:
+            self._broker.create_topics(plan)
+        else:
+            admin.ensure_topics(self.bootstrap, plan, settings=self.settings.kafka)
+
     def _prepare_broker(self) -> None:
         kafka = self.settings.kafka
         admin.ensure_topics(self.bootstrap, topics.plan(kafka, self._device_classes), settings=kafka)
@@ -344,9 +351,10 @@ class Launcher:
             for _ in range(self._cancels):
                 self._owner.uncancel()
         stopping.result()
+        if self._failure is not None:
+            # What the body stumbled over is a consequence.
+            raise self._failure from error
         if error is None or isinstance(error, asyncio.CancelledError):
-            if self._failure is not None:
-                raise self._failure
             if self.interrupted is not None:
                 raise KeyboardInterrupt
             if cancelled:

@@ -174,7 +174,8 @@ class ConservationViolated(Internal):
 
 
 def _all_errors(root: type[RollArtError]) -> dict[str, type[RollArtError]]:
-    found = {root.code: root}
+    # A subclass that inherits its code is a detail of whoever raises it: on the wire it is its parent.
+    found = {root.code: root} if "code" in vars(root) else {}
     for sub in root.__subclasses__():
         found.update(_all_errors(sub))
     return found

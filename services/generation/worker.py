@@ -25,6 +25,8 @@ from shared.weights import RawTensor
 _LOG = structlog.get_logger()
 _IDLE_S = 0.5
 _SWEEP_S = 0.5
+_SAMPLED = metrics.TOKENS.labels("sampled")
+_CACHED = metrics.TOKENS.labels("cached")
 
 
 @dataclass(slots=True)
@@ -272,8 +274,8 @@ class Worker:
             return
         turn = held.turn
         self.tokens_sampled += len(result.token_ids)
-        metrics.TOKENS.labels("sampled").inc(len(result.token_ids))
-        metrics.TOKENS.labels("cached").inc(result.cached_tokens)
+        _SAMPLED.inc(len(result.token_ids))
+        _CACHED.inc(result.cached_tokens)
         generated = TurnGenerated.model_construct(
             run_id=turn.run_id,
             trajectory_id=turn.trajectory_id,

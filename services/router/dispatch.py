@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 
 import structlog
+from prometheus_client import Counter
 from pydantic import JsonValue
 
 from services.router.strategies import Candidate, Strategy
@@ -40,6 +41,7 @@ class Dispatch:
         self._strategy = strategy
         self._classes: dict[str, list[Candidate]] = {}
         self._waiting: list[Delivery] = []
+        self._counts: dict[tuple[str, str, str, str], Counter] = {}
         self.assigned = 0
         self.fallbacks = 0
 
@@ -90,7 +92,11 @@ class Dispatch:
         self.assigned += 1
         self.fallbacks += fallback
         sticky = worker.worker_id == turn.last_worker
-        metrics.ASSIGNMENTS.labels(turn.task, worker.device_class, str(fallback), str(sticky)).inc()
+        labels = (turn.task, worker.device_class, str(fallback), str(sticky))
+        count = self._counts.get(labels)
+        if count is None:
+            count = self._counts[labels] = metrics.ASSIGNMENTS.labels(*labels)
+        count.inc()
 
     async def watch_workers(self) -> None:
         """Loop. Consumes worker reports; re-tries waiting turns; woken by the hint `workers` or twice a second."""

@@ -101,7 +101,9 @@ def _as_sampled(
     device = logits_NV.device
     if any(s.temperature != 1.0 for s in sampling):
         temperature_B = torch.tensor([s.temperature for s in sampling], device=device)
-        logits_NV = logits_NV / temperature_B[row_N, None]
+        # The peak goes first: a tiny temperature must not overflow.
+        peak_N1 = logits_NV.detach().amax(dim=-1, keepdim=True)
+        logits_NV = (logits_NV - peak_N1) / temperature_B[row_N, None]
     if not _restricted(sampling):
         return logits_NV
     vocab = logits_NV.shape[1]

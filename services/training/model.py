@@ -54,13 +54,13 @@ _INIT_STD = 0.02
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> ChatTokenizer:
     """Train a byte-level BPE on the texts of a task's messages and write it as a Hugging Face folder.
 
-    Merges may span words but neither lines nor digits: recurring phrases of the environments become single
-    tokens, and numbers stay sequences of digits. Any text can be encoded. At most `vocab_size` tokens.
+    Merges may span words, but not a line's end nor the border of a number: recurring phrases and recurring
+    numbers of the environments become single tokens. Any text can be encoded. At most `vocab_size` tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Digits(individual_digits=False),
             pre_tokenizers.Split("\n", behavior="merged_with_previous"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]

@@ -3,7 +3,7 @@
 Called by the training service. A row holds exactly the ids that a rollout with the same texts would hold, so
 what is learned here is what sampling meets later.
 
-Shapes: B rows of a micro-batch, T padded tokens, V vocabulary.
+Shapes: B rows of a micro-batch, T padded tokens, N tokens in the loss, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from shared.events import TrajectoryCompleted
 from shared.recipe import WarmStart
 from shared.tokens import ChatTokenizer
 
-MICRO_BATCH_TOKENS = 4096
-"""Padded tokens of one forward pass; the result does not depend on it."""
+_MICRO_BATCH_TOKENS = {"cpu": 1024}
+_MICRO_BATCH_TOKENS_ELSEWHERE = 16_384
+"""Padded tokens of one forward pass, by device: caches are small on a CPU, launches dear on a GPU. The
+result does not depend on it."""
 _WARMUP_SHARE = 0.05
 _FINAL_SHARE = 0.1
 """Of the learning rate, at the end of the cosine."""
@@ -76,7 +78,7 @@ def run(
     """
     if not rows:
         return
-    device = model.device
+    max_tokens = _MICRO_BATCH_TOKENS.get(model.device.type, _MICRO_BATCH_TOKENS_ELSEWHERE)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -89,8 +91,8 @@ def run(
             group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
         optimizer.zero_grad(set_to_none=True)
         loss = 0.0
-        for micro in _micro_batches(batch):
-            part = _loss_sum(model, micro, settings=settings, device=device) / total
+        for micro in _micro_batches(batch, max_tokens=max_tokens):
+            part = _loss_sum(model, micro, settings=settings) / total
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -134,11 +136,11 @@ def _trained_tokens(row: Row, settings: WarmStart) -> int:
     return len(row.token_ids) - 1 if settings.loss_on == "all" else sum(row.mask)
 
 
-def _micro_batches(batch: Sequence[Row]) -> Iterator[list[Row]]:
+def _micro_batches(batch: Sequence[Row], *, max_tokens: int) -> Iterator[list[Row]]:
     """The rows by length, so that little is padded."""
     micro: list[Row] = []
     for row in sorted(batch, key=lambda row: len(row.token_ids)):
-        if micro and len(row.token_ids) * (len(micro) + 1) > MICRO_BATCH_TOKENS:
+        if micro and len(row.token_ids) * (len(micro) + 1) > max_tokens:
             yield micro
             micro = []
         micro.append(row)
@@ -146,20 +148,16 @@ def _micro_batches(batch: Sequence[Row]) -> Iterator[list[Row]]:
         yield micro
 
 
-def _loss_sum(
-    model: PreTrainedModel, rows: Sequence[Row], *, settings: WarmStart, device: torch.device
-) -> Tensor:
+def _loss_sum(model: PreTrainedModel, rows: Sequence[Row], *, settings: WarmStart) -> Tensor:
     """Summed cross-entropy. What counts is decided by lengths and masks, never by a token's value."""
     width = max(len(row.token_ids) for row in rows)
     ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
-    weight_BT = torch.zeros(len(rows), width)
+    counts_BT = torch.zeros(len(rows), width, dtype=torch.bool)
     for index, row in enumerate(rows):
         length = len(row.token_ids)
         ids_BT[index, :length] = torch.tensor(row.token_ids)
-        weight_BT[index, :length] = (
-            1.0 if settings.loss_on == "all" else torch.tensor(row.mask, dtype=torch.float32)
-        )
-    ids_BT, weight_BT = ids_BT.to(device), weight_BT.to(device)
-    logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits.float()
-    losses_BT = torch.nn.functional.cross_entropy(logits_BTV.transpose(1, 2), ids_BT[:, 1:], reduction="none")
-    return (losses_BT * weight_BT[:, 1:]).sum()
+        counts_BT[index, :length] = True if settings.loss_on == "all" else torch.tensor(row.mask).bool()
+    ids_BT, counts_BT = ids_BT.to(model.device), counts_BT[:, 1:].to(model.device)
+    logits_BTV: Tensor = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
+    targets_N = ids_BT[:, 1:][counts_BT]
+    return torch.nn.functional.cross_entropy(logits_BTV[counts_BT].float(), targets_N, reduction="sum")

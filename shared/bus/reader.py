@@ -15,13 +15,13 @@ from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from shared import metrics
 from shared.bus import codec
+from shared.bus.polling import BatchPoll
 from shared.errors import Unavailable
 from shared.events import Event
 from shared.settings import KafkaSettings
 from shared.store import ObjectStore
 
 _LOG = structlog.get_logger()
-_BATCH = 128
 _IDLE_POLL_S = 0.25
 
 
@@ -67,14 +67,13 @@ class PartitionReader:
 
     def run(self) -> None:
         """Thread. Consumes the partition; waits in poll; woken by the broker; ends on `stop`."""
+        poll = BatchPoll(self._consumer)
+        consumed = metrics.EVENTS_CONSUMED.labels(self._topic)
         try:
             while not self._stopping.is_set():
-                first = self._consumer.poll(_IDLE_POLL_S)
-                if first is None:
-                    continue
-                events = self._decode([first, *self._consumer.consume(_BATCH - 1, 0)])
+                events = self._decode(poll.take(_IDLE_POLL_S))
                 if events:
-                    metrics.EVENTS_CONSUMED.labels(self._topic).inc(len(events))
+                    consumed.inc(len(events))
                     self._loop.call_soon_threadsafe(self._handler, events)
         finally:
             self._consumer.close()

@@ -19,6 +19,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from shared import metrics
 from shared.bus import codec
+from shared.bus.polling import BatchPoll
 from shared.bus.publisher import Publisher
 from shared.errors import EventsLost, Unavailable
 from shared.events import Event
@@ -27,7 +28,6 @@ from shared.store import ObjectStore
 from shared.topics import DEADLETTERS
 
 _LOG = structlog.get_logger()
-_BATCH = 128
 _COMMIT_EVERY_S = 0.5
 _MAX_ATTEMPTS = 3
 _PAUSED_POLL_S = 0.01
@@ -176,18 +176,19 @@ class Subscription:
         consumer.subscribe(
             self._topics, on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
+        poll = BatchPoll(consumer)
+        unacked = metrics.EVENTS_UNACKED.labels(self.group)
         due = time.monotonic() + _COMMIT_EVERY_S
         try:
             while not self._stopping.is_set():
-                first = consumer.poll(_PAUSED_POLL_S if self._paused else _IDLE_POLL_S)
-                if first is not None:
-                    messages = [first, *consumer.consume(_BATCH - 1, 0)]
-                    deliveries = self._decode(messages)
-                    if deliveries:
-                        self._loop.call_soon_threadsafe(self._dispatch, deliveries)
+                messages = poll.take(_PAUSED_POLL_S if self._paused else _IDLE_POLL_S)
+                deliveries = self._decode(messages)
+                if deliveries:
+                    self._loop.call_soon_threadsafe(self._dispatch, deliveries)
                 self._flow()
                 if time.monotonic() >= due:
                     self._commit()
+                    unacked.set(self.unacked)
                     due = time.monotonic() + _COMMIT_EVERY_S
         finally:
             self._close()
@@ -289,7 +290,6 @@ class Subscription:
     def _flow(self) -> None:
         """Pause over the limit, resume below four fifths of it."""
         unacked = self.unacked
-        metrics.EVENTS_UNACKED.labels(self.group).set(unacked)
         if not self._paused and unacked >= self._max_unacked:
             self._consumer.pause(self._consumer.assignment())
             self._paused = True

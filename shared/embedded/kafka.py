@@ -10,6 +10,7 @@ import base64
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -212,8 +213,10 @@ class LocalKafka:
             "group.initial.rebalance.delay.ms": 0,
             "group.consumer.min.session.timeout.ms": 1000,
             "group.consumer.min.heartbeat.interval.ms": 500,
+            "group.consumer.max.session.timeout.ms": max(60_000, self._session_ms),
             "group.consumer.session.timeout.ms": self._session_ms,
             "group.consumer.heartbeat.interval.ms": heartbeat_ms(self._session_ms),
+            "log.cleaner.dedupe.buffer.size": 16 * 2**20,
             "log.segment.bytes": 64 * 2**20,
             "log.retention.bytes": 2**30,
             "log.retention.hours": 72,
@@ -222,21 +225,23 @@ class LocalKafka:
     def _script(self) -> str:
         """Format unless an earlier format completed, then become the broker."""
         heap = os.environ.get("KAFKA_HEAP_OPTS", "-Xms128m -Xmx512m")
-        log4j = f"-Dlog4j2.configurationFile='{self.folder}/log4j2.properties'"
-        java = f"'{self._java}' {heap} -XX:+UseSerialGC {log4j} -cp '{self._libs}/*'"
-        config = f"'{self.folder}/server.properties'"
+        # The quick compiler alone: ready in half the time, and no slower within the first million messages.
+        tuning = os.environ.get("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:+UseSerialGC -XX:TieredStopAtLevel=1")
+        log4j = shlex.quote(f"-Dlog4j2.configurationFile={self.folder}/log4j2.properties")
+        java = f"{shlex.quote(self._java)} {heap} {tuning} {log4j} -cp {shlex.quote(f'{self._libs}/*')}"
+        config = shlex.quote(f"{self.folder}/server.properties")
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        done = f"'{self.folder}/formatted'"
+        done, data = shlex.quote(f"{self.folder}/formatted"), shlex.quote(f"{self.folder}/data")
         return (
-            f"if [ ! -f {done} ]; then rm -rf '{self.folder}/data'; "
-            f"{java} kafka.tools.StorageTool format -t {cluster} -c {config} --standalone && : > {done} "
+            f"if [ ! -f {done} ]; then rm -rf {data}; "
+            f"{java} kafka.tools.StorageTool format -t '{cluster}' -c {config} --standalone && : > {done} "
             f"|| exit 1; fi; exec {java} kafka.Kafka {config}"
         )
 
 
 def heartbeat_ms(session_ms: int) -> int:
-    """Three heartbeats in a session, as Kafka's own defaults have it; at least 500 ms."""
-    return max(500, session_ms // 3)
+    """Three heartbeats in a session or more; within what a broker takes."""
+    return min(5000, max(500, session_ms // 3))
 
 
 def kafka_home(settings: KafkaSettings) -> Path:

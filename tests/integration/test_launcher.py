@@ -10,13 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from tiny_stack import running, tiny_folder, until
 
 from services.launcher import Launcher, environment
 from shared import topics
@@ -28,116 +28,13 @@ from shared.errors import Conflict, Internal, Invalid, Unavailable
 from shared.settings import HttpSettings, KafkaSettings, RedisSettings, Settings, load_settings
 from shared.topics import TopicPlan
 
-ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "router", "reward")
-
-TINY = """
-import asyncio, contextlib, os, sys
-from fastapi import FastAPI, Response
-from fastapi.responses import StreamingResponse
-from shared.supervisor import Supervisor
-
-def create_app(settings):
-    @contextlib.asynccontextmanager
-    async def lifespan(app):
-        if os.environ.get("TINY") == "broken":
-            print("the tiny cause", file=sys.stderr)
-            raise RuntimeError("cannot start")
-        if os.environ.get("TINY") == "slow":
-            await asyncio.sleep(3600)
-        async with app.state.supervisor as supervisor:
-            supervisor.start("loop", lambda: loop(app))
-            yield
-        print("lifespan closed", flush=True)
-
-    async def loop(app):
-        await app.state.die.wait()
-        raise RuntimeError("the loop died")
-
-    app = FastAPI(lifespan=lifespan)
-    app.state.supervisor, app.state.die = Supervisor(), asyncio.Event()
-
-    @app.get("/readyz")
-    async def readyz():
-        return Response(status_code=200 if app.state.supervisor.ready else 503)
-
-    @app.get("/die")
-    async def die():
-        app.state.die.set()
-
-    @app.get("/environ")
-    async def environ():
-        return {"kafka": settings.kafka.bootstrap, "redis": settings.redis.url, "keys": settings.api_keys,
-                "wait": settings.kafka.fetch_wait_ms, "base_url": app.state.base_url}
-
-    @app.get("/stream")
-    async def stream():
-        async def events():
-            while True:
-                yield b"data: x\\n\\n"
-                await asyncio.sleep(0.05)
-        return StreamingResponse(events())
-
-    return app
-"""
-
-SERVE = """
-import sys
-from services import host
-from shared.settings import load_settings
-names = sys.argv[1].split(",")
-sys.exit(host.serve(names, load_settings(), apps={name: "tiny:create_app" for name in host.APPS}))
-"""
-
-STACK = """
-import asyncio, json, sys
-from services.launcher import Launcher
-from shared.settings import load_settings
-async def main():
-    command = lambda name: [sys.executable, sys.argv[1], name]
-    async with Launcher(load_settings(), services=sys.argv[2].split(","), command=command) as stack:
-        print(json.dumps(stack.pids), flush=True)
-        await stack.wait()
-try:
-    asyncio.run(main())
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Folder with the tiny service and its scripts; fails the test that leaves a process behind."""
-    for name, text in (("tiny.py", TINY), ("serve.py", SERVE), ("stack.py", STACK)):
-        (tmp_path / name).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    monkeypatch.setenv("ROLLART_STATE_DIR", str(tmp_path / "state"))
-    yield tmp_path
-    left = running(tmp_path)
-    for process in left:
-        process.kill()
-    assert left == []
-
-
-def running(folder: Path) -> list[psutil.Process]:
-    """Live processes whose command line or environment names the folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = [*process.cmdline(), *process.environ().values()]
-            zombie = process.status() == psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            continue
-        if process.pid != os.getpid() and not zombie and any(str(folder) in word for word in words):
-            found.append(process)
-    return found
-
-
-def until(condition: Callable[[], object], *, seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.02)
+    with tiny_folder(tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 async def until_ready(url: str, *, seconds: float = 60) -> None:
@@ -180,33 +77,6 @@ def pids_of(launcher: subprocess.Popen[str]) -> dict[str, int]:
     raise AssertionError(f"the launcher ended with {launcher.wait()}")
 
 
-def start_serve(
-    folder: Path, services: str = "router", **environ: str
-) -> tuple[subprocess.Popen[bytes], str]:
-    """A host process without a launcher, ready; and the base URL of its first service."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with (folder / "serve.log").open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(folder / "serve.py"), services],
-            env=os.environ | {"HTTP__PORT": str(port)} | environ,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{port}"
-    until(lambda: answers_http(url) or process.poll() is not None)
-    assert process.poll() is None, (folder / "serve.log").read_text()
-    return process, url
-
-
-def answers_http(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/readyz", timeout=2, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 async def environ_of(launched: Launcher, service: str) -> dict[str, object]:
     async with httpx.AsyncClient(trust_env=False) as client:
         answer: dict[str, object] = (await client.get(f"{launched.urls[service]}/environ")).json()
@@ -238,7 +108,9 @@ async def test_every_child_gets_the_addresses_and_a_clean_stop_leaves_no_process
     await launched.stop()
 
 
-async def test_a_killed_service_comes_back_at_its_address_and_is_recorded(tiny: Path) -> None:
+async def test_a_service_that_is_killed_or_loses_a_loop_comes_back_at_its_address_and_is_recorded(
+    tiny: Path,
+) -> None:
     async with stack(tiny) as launched:
         before = launched.pids
         os.kill(before["router"], signal.SIGKILL)
@@ -249,15 +121,11 @@ async def test_a_killed_service_comes_back_at_its_address_and_is_recorded(tiny: 
         assert {name: after[name] for name in after if name != "router"} == {
             name: before[name] for name in before if name != "router"
         }
-        assert [(name, len(times)) for name, times in launched.restarts.items()] == [("router", 1)]
-
-
-async def test_a_service_whose_loop_dies_is_restarted(tiny: Path) -> None:
-    async with stack(tiny, services=("router",)) as launched:
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.get(f"{launched.urls['router']}/die")
-        await asyncio.to_thread(until, lambda: launched.restarts)
+        await asyncio.to_thread(until, lambda: len(launched.restarts["router"]) == 2)
         await until_ready(launched.urls["router"])
+        assert list(launched.restarts) == ["router"]
 
 
 async def test_a_killed_redis_comes_back_with_its_data(tiny: Path) -> None:
@@ -288,6 +156,29 @@ async def test_a_port_in_use_is_refused_by_name_before_anything_starts(tiny: Pat
             async with stack(tiny, settings=settings):
                 pytest.fail("started on a port in use")
     assert not (tiny / "state" / "logs").exists()
+
+
+async def test_a_full_disk_is_refused_by_folder_before_anything_starts(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.launcher.MIN_FREE_BYTES", 10**18)
+    with pytest.raises(Invalid, match=rf"MB free at {tiny / 'state'}.*ROLLART_STATE_DIR"):
+        async with stack(tiny):
+            pytest.fail("started on a full disk")
+    assert not (tiny / "state" / "logs").exists()
+
+
+@pytest.mark.skipif(not os.environ.get("KAFKA_HOME"), reason="KAFKA_HOME is not set")
+async def test_a_killed_local_kafka_comes_back_with_its_topics_at_its_address(tiny: Path) -> None:
+    settings = load_settings().model_copy(update={"kafka": KafkaSettings(bootstrap="local", partitions=2)})
+    async with stack(tiny, services=("router",), settings=settings) as launched:
+        assert set(launched.pids) == {"router", "kafka", "redis"}
+        assert (await environ_of(launched, "router"))["kafka"] == launched.bootstrap
+        before = admin.partition_counts(launched.bootstrap)
+        assert before["rollart.turns"] == 2
+        os.kill(launched.pids["kafka"], signal.SIGKILL)
+        await asyncio.to_thread(until, lambda: launched.restarts)
+        assert admin.partition_counts(launched.bootstrap, timeout_s=60) == before
 
 
 async def test_a_second_stack_in_the_same_folder_is_refused_and_the_first_goes_on(tiny: Path) -> None:
@@ -327,7 +218,7 @@ async def test_a_child_that_keeps_dying_fails_the_stack(tiny: Path, monkeypatch:
             await kill_for_ever(launched, "router")
 
 
-@pytest.mark.parametrize("moment", ["redis.log", "router.log", "gateway.log"])
+@pytest.mark.parametrize("moment", ["redis.log", "gateway.log"])
 def test_an_interrupt_while_starting_leaves_no_process(tiny: Path, moment: str) -> None:
     launcher = start_stack(tiny, TINY="slow")
     until(lambda: (tiny / "state" / "logs" / moment).exists())
@@ -365,55 +256,15 @@ def test_a_stopped_service_outlives_neither_its_launcher_nor_the_grace(tiny: Pat
     assert running(tiny) == []
 
 
-def test_a_dead_loop_ends_its_process_with_exit_code_1(tiny: Path) -> None:
-    process, url = start_serve(tiny)
-    httpx.get(f"{url}/die", trust_env=False)
-    assert process.wait(20) == 1
-    assert "lifespan closed" in (tiny / "serve.log").read_text()
-
-
-def test_sigterm_with_an_open_event_stream_exits_0_within_the_grace(tiny: Path) -> None:
-    process, url = start_serve(tiny)
-    with httpx.stream("GET", f"{url}/stream", trust_env=False) as stream:
-        next(stream.iter_raw())
-        process.terminate()
-        assert process.wait(10) == 0
-    assert "lifespan closed" in (tiny / "serve.log").read_text()
-
-
-def test_a_second_signal_ends_a_process_that_is_still_stopping(tiny: Path) -> None:
-    process, url = start_serve(tiny, HTTP__GRACE_S="600")
-    with httpx.stream("GET", f"{url}/stream", trust_env=False) as stream:
-        next(stream.iter_raw())
-        process.terminate()
-        until(lambda: not answers_http(url))
-        process.terminate()
-        assert process.wait(10) == 1
-    assert "lifespan closed" not in (tiny / "serve.log").read_text()
-
-
-def test_services_of_one_process_stop_together_when_one_dies(tiny: Path) -> None:
-    process, url = start_serve(tiny, "generation,gateway,router")
-    httpx.get(f"{url}/die", trust_env=False)
-    assert process.wait(20) == 1
-    assert (tiny / "serve.log").read_text().count("lifespan closed") == 3
-
-
-def test_serving_on_a_port_in_use_is_refused_by_name(tiny: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, str(tiny / "serve.py"), "router"],
-            env=os.environ | {"HTTP__PORT": str(port)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
-    assert done.returncode != 0
-    assert f"127.0.0.1:{port}" in done.stderr
+def test_a_second_signal_ends_a_stack_that_waits_for_a_stopped_service(tiny: Path) -> None:
+    launcher = start_stack(tiny, HTTP__GRACE_S="600")
+    pids = pids_of(launcher)
+    os.kill(pids["router"], signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    until(lambda: not psutil.pid_exists(pids["gateway"]))
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(30) == 130
+    assert running(tiny) == []
 
 
 def test_settings_survive_the_way_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
