@@ -32,12 +32,14 @@ _STAGE = 12
 _STAGES = ("environment", "router", "generation", "reward", "training")
 _PHASES = {
     "": "waiting for its turn",
-    "collect": "collecting scripted play",
+    "prepare": "preparing the model",
     "warm_start": "warm start",
     "evaluation_before": "evaluating before RL",
-    "train": "learning",
+    "training": "learning",
     "evaluation_after": "evaluating after RL",
+    "export": "exporting the model",
 }
+"""Phase of a run → what a person reads."""
 _STYLE = {"running": "cyan", "queued": "yellow", "finished": "green", "failed": "red", "cancelled": "yellow"}
 
 
@@ -102,13 +104,12 @@ class RunView:
     @property
     def progress(self) -> tuple[int, int]:
         """Done and total of the present phase; total 0 where it has no end in sight."""
-        phase = self.run.phase if self.run else ""
-        if self.last is not None and self.run is not None and phase in ("train", ""):
-            return max(self.last.step, self.run.step), self.run.steps
-        if phase == "warm_start" and self.warm is not None:
-            return self.warm.step, self.warm_steps
-        if self.run is not None and (phase == "train" or self.state in TERMINAL):
-            return self.run.step, self.run.steps
+        if self.run is None:
+            return 0, 0
+        if self.run.phase == "warm_start":
+            return (self.warm.step if self.warm else 0), self.warm_steps
+        if self.run.phase == "training" or self.state in TERMINAL:
+            return max(self.run.step, self.last.step if self.last else 0), self.run.steps
         return 0, 0
 
     @property
@@ -169,6 +170,8 @@ def render(view: RunView, *, now: float, restarts: Mapping[str, int], width: int
         parts += [Text(), _figures(view)]
         if view.last.stages:
             parts += [Text(), _stages(view)]
+    if view.dropped:
+        parts += [Text(), Text(f"groups dropped and issued again or given up: {view.dropped}", style="yellow")]
     if restarts:
         said = ", ".join(f"{name} {count}×" for name, count in sorted(restarts.items()))
         parts += [Text(), Text(f"restarted: {said}; their work was replayed", style="yellow")]
@@ -240,8 +243,6 @@ def _figures(view: RunView) -> RenderableType:
     said.append(
         f" = wait {last.wait_s:.1f} + train {last.train_s:.1f} + publish {last.publish_s:.1f}", style="dim"
     )
-    if view.dropped:
-        said.append(f"   groups dropped: {view.dropped}", style="yellow")
     return said
 
 
@@ -261,11 +262,10 @@ def _stages(view: RunView) -> RenderableType:
 def line(view: RunView, record: object) -> str | None:
     """What a record says in one plain line; None for one that would say too much."""
     if isinstance(record, StepRecord):
-        done, total = view.progress
-        every = max(1, total // 50)
-        if done % every and done != total:
+        total = view.run.steps if view.run else record.step
+        if record.step % max(1, total // 50) and record.step != total:
             return None
-        said = [f"step {done}/{total}"]
+        said = [f"step {record.step}/{total}"]
         said += [f"{task} {value:.2f}" for task, value in sorted(record.reward.items()) if value is not None]
         if record.tokens_per_s is not None:
             said.append(f"{record.tokens_per_s:,.0f} tokens/s")

@@ -46,7 +46,7 @@ class Run(Answer):
     run_id: str
     state: RunState
     phase: str = ""
-    """What a running run is doing: `warm_start`, `evaluation_before`, `train`, …"""
+    """What a running run is doing: `prepare`, `warm_start`, `evaluation_before`, `training`, …"""
     name: str = ""
     """The recipe's name."""
     created_at: float

@@ -6,6 +6,7 @@ NaN, infinity or a number out of range is refused by name, before anything start
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -28,6 +29,8 @@ from shared.errors import FieldProblem, Invalid, UnknownPlugin
 def _number_only(value: object) -> object:
     if isinstance(value, bool | str):
         raise ValueError(f"a number is needed here, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a finite number is needed here, not {value}")
     return value
 
 
@@ -39,14 +42,16 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 class Section(BaseModel):
     """Root of all recipe sections: strict and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 class TinyModel(Section):
     """Shape of the model that `model = "tiny"` builds: randomly initialised, its tokenizer trained on
     transcripts of the tasks."""
 
-    family: Literal["llama", "qwen2"] = "llama"
+    family: Literal["llama", "qwen3"] = "llama"
     """Architecture (a `transformers` causal LM)."""
     hidden_size: Int = Field(64, ge=16, le=2048, multiple_of=8)
     layers: Int = Field(2, ge=1, le=48)

@@ -25,7 +25,9 @@ Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 class Group(BaseModel):
     """Root of all settings sections."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class KafkaSettings(Group):
@@ -145,7 +147,7 @@ class Settings(BaseSettings):
     """All settings of a process."""
 
     model_config = SettingsConfigDict(
-        env_nested_delimiter="__", extra="ignore", frozen=True, nested_model_default_partial_update=True
+        env_nested_delimiter="__", extra="ignore", frozen=True, nested_model_default_partial_update=True, use_attribute_docstrings=True
     )
 
     state_dir: Path = Field(Path(".rollart"), validation_alias="ROLLART_STATE_DIR")

@@ -32,10 +32,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def console() -> Console:
-    """stdout for people."""
+    """stdout for people; into a pipe or a file lines are not cut at a width that no one sees."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def show_error(text: str) -> None:

@@ -146,7 +146,7 @@ def _show(task: Task, *, as_json: bool) -> int:
         out.print(f"  {count} without a reward: {reason}", style="yellow")
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for title in ("seed", "reward", "turns", "trajectory"):
-        table.add_column(title, no_wrap=True)
+        table.add_column(title, overflow="fold")
     for result in task.results[:40]:
         reward = "–" if result.reward is None else f"{result.reward:g}"
         table.add_row(str(result.seed), reward, str(result.turns), result.trajectory_id)
@@ -206,7 +206,7 @@ def _list(run_id: str, task: str | None, limit: int, *, as_json: bool, url: str,
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for title in ("trajectory", "status", "reward", "turns", "tokens", "version", "seed"):
-        table.add_column(title, no_wrap=True)
+        table.add_column(title, overflow="fold")
     for brief in listed.trajectories:
         reward = "–" if brief.reward is None else f"{brief.reward:g}"
         numbers = (brief.turns, brief.tokens, brief.start_version, brief.seed)

@@ -103,7 +103,7 @@ def _print(found: list[Run]) -> None:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for title in ("run", "state", "step", "version", "age", "took"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     now = time.time()
     for run in found:
         took = (run.ended_at or now) - run.started_at if run.started_at else 0.0

@@ -76,8 +76,9 @@ async def _run(recipe: Recipe, settings: Settings, *, as_json: bool) -> tuple[Ru
                         client, submitted, as_json=as_json, restarts=lambda: _counts(launcher)
                     )
                 except asyncio.CancelledError:
-                    with _shown("cancelling", quiet=as_json):
+                    with _shown("cancelling the run and stopping services", quiet=as_json):
                         await _cancel(client, submitted.run_id)
+                        await launcher.stop()
                     raise
                 summary = await outcome(client, ended)
         with _shown("stopping services", quiet=as_json):

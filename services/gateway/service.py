@@ -23,8 +23,6 @@ from shared.service import Context
 from shared.state import RunRecord
 
 log = structlog.get_logger()
-MIN_FREE_BYTES = 256 * 2**20
-"""Below this much room for results no run or task is accepted."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
@@ -33,6 +31,8 @@ class Gateway:
     """One gateway process."""
 
     context: Context
+    min_free_bytes: int = 256 * 2**20
+    """Below this much room for results no run or task is accepted."""
 
     @property
     def runs_dir(self) -> Path:
@@ -57,10 +57,10 @@ class Gateway:
         while not folder.exists():
             folder = folder.parent
         free = shutil.disk_usage(folder).free
-        if free < MIN_FREE_BYTES:
+        if free < self.min_free_bytes:
             raise StorageFull(
-                f"{folder} has {free // 2**20} MiB free, {MIN_FREE_BYTES // 2**20} are needed: make room, "
-                "or set ROLLART_RUNS_DIR"
+                f"{folder} has {free // 2**20} MiB free, {self.min_free_bytes // 2**20} are needed: "
+                "make room, or set ROLLART_RUNS_DIR"
             )
 
     def named_recipe(self, name: str) -> Recipe:

@@ -25,13 +25,16 @@ class Scoring:
     def __init__(self, settings: RewardSettings) -> None:
         self._scorers = Scorers(in_child=False)
         self._children = Children(settings)
+        self._warned: set[tuple[str, str | None]] = set()
+        """A broken scorer fails for every trajectory; the log tells it once, the metrics count it."""
 
     async def score(self, trajectory: TrajectoryCompleted) -> TrajectoryScored:
         """The trajectory with its reward, or without one and with the reason. Raises nothing of a
         scorer's doing."""
         started = time.perf_counter()
         verdict = await self._verdict(trajectory)
-        if verdict.detail:
+        if verdict.detail and (trajectory.reward.scorer, verdict.reason) not in self._warned:
+            self._warned.add((trajectory.reward.scorer, verdict.reason))
             log.warning(
                 "scoring.no_reward",
                 trajectory_id=trajectory.trajectory_id,

@@ -22,7 +22,7 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
+    Qwen3Config,
 )
 
 from shared.errors import FieldProblem, Invalid
@@ -48,7 +48,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _LONGEST_TOKEN = 200
-_INIT_STD = 0.02
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> ChatTokenizer:
@@ -77,7 +76,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> C
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Any other class rebuilds the pre-tokenizer of its own family when AutoTokenizer loads the folder.
+        "tokenizer_class": "TokenizersBackend",
         "eos_token": END,
         "pad_token": PAD,
         "chat_template": TINY_TEMPLATE,
@@ -91,7 +91,9 @@ def build_tiny(tiny: TinyModel, *, tokenizer_folder: Path, context_window: int, 
     """A randomly initialised causal LM for the tokenizer in the folder, float32 on the CPU.
 
     The same arguments give the same weights; the process's random state is left alone. Matrices are drawn
-    with standard deviation 0.02, those that write into the residual stream scaled by 1/√(2·layers) (GPT-2).
+    with standard deviation 1/√hidden_size, those that write into the residual stream scaled by 1/√(2·layers)
+    (GPT-2). The usual 0.02 suits wide models: at a width of 64 attention starts flat and learns to look up
+    values several times slower.
     """
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     config = _tiny_config(tiny, tokenizer=tokenizer, context_window=context_window)
@@ -100,11 +102,12 @@ def build_tiny(tiny: TinyModel, *, tokenizer_folder: Path, context_window: int, 
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=torch.float32
         )
-        residual_std = _INIT_STD / math.sqrt(2 * tiny.layers)
+        std = tiny.hidden_size**-0.5
+        residual_std = std / math.sqrt(2 * tiny.layers)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                torch.nn.init.normal_(parameter, std=residual_std if into_residual else _INIT_STD)
+                torch.nn.init.normal_(parameter, std=residual_std if into_residual else std)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
@@ -157,7 +160,7 @@ def export_folder(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> 
 
 
 def _tiny_config(tiny: TinyModel, *, tokenizer: Tokenizer, context_window: int) -> PretrainedConfig:
-    family: Callable[..., PretrainedConfig] = {"llama": LlamaConfig, "qwen2": Qwen2Config}[tiny.family]
+    family: Callable[..., PretrainedConfig] = {"llama": LlamaConfig, "qwen3": Qwen3Config}[tiny.family]
     return family(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=tiny.hidden_size,
@@ -165,8 +168,10 @@ def _tiny_config(tiny: TinyModel, *, tokenizer: Tokenizer, context_window: int) 
         num_hidden_layers=tiny.layers,
         num_attention_heads=tiny.heads,
         num_key_value_heads=tiny.kv_heads,
+        head_dim=tiny.hidden_size // tiny.heads,
         max_position_embeddings=context_window,
         rms_norm_eps=1e-5,
+        initializer_range=tiny.hidden_size**-0.5,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(END),

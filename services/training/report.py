@@ -191,7 +191,7 @@ def _time_plots(run: _Run) -> list[Plot | None]:
     return [
         stacked("Trainer time per step", parts, note="Where each step of the trainer went.", x_label="step",
                 y_label="seconds"),
-        lines("Stage activity", stages, note="Share of the time since the last step in which a stage was busy.",
+        lines("Stage activity", stages, note="Share of the time since the last step that a stage was busy.",
               x_label="step", y_label="busy share", y_range=(-0.02, 1.04), smooth=True, wide=True),
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ _VARIABLES = {"#010101": "--text", "#020202": "--muted", "#030303": "--grid"}
 _VARIABLES |= {f"#0404{i:02x}": f"--series-{i}" for i in range(8)}
 _TEXT, _MUTED, _GRID = list(_VARIABLES)[:3]
 _SERIES = list(_VARIABLES)[3:]
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "rollart", "text.parse_math": False, "font.size": 9.0,
     "font.family": "sans-serif", "text.color": _TEXT, "axes.labelcolor": _MUTED, "axes.edgecolor": _GRID,
     "xtick.color": _GRID, "ytick.color": _GRID, "xtick.labelcolor": _MUTED, "ytick.labelcolor": _MUTED,

@@ -21,8 +21,8 @@ from shared.events import TrajectoryCompleted
 from shared.recipe import WarmStart
 from shared.tokens import ChatTokenizer
 
-_MICRO_BATCH_TOKENS = {"cpu": 1024}
-_MICRO_BATCH_TOKENS_ELSEWHERE = 16_384
+MICRO_BATCH_TOKENS = {"cpu": 1024}
+MICRO_BATCH_TOKENS_ELSEWHERE = 16_384
 """Padded tokens of one forward pass, by device: caches are small on a CPU, launches dear on a GPU. The
 result does not depend on it."""
 _WARMUP_SHARE = 0.05
@@ -78,7 +78,7 @@ def run(
     """
     if not rows:
         return
-    max_tokens = _MICRO_BATCH_TOKENS.get(model.device.type, _MICRO_BATCH_TOKENS_ELSEWHERE)
+    max_tokens = MICRO_BATCH_TOKENS.get(model.device.type, MICRO_BATCH_TOKENS_ELSEWHERE)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )

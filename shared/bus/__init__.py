@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from shared.bus.delivery import Delivery
 from shared.bus.publisher import Publisher
 from shared.bus.reader import PartitionReader
-from shared.bus.subscription import Delivery, Subscription
+from shared.bus.subscription import Subscription
 from shared.events import Event
 from shared.settings import KafkaSettings
 from shared.store import ObjectStore
@@ -33,6 +34,7 @@ class Bus:
         self._supervisor = supervisor
         self._subscriptions: list[Subscription] = []
         self._readers: list[PartitionReader] = []
+        self._lost_before = 0
         self.publisher = Publisher(settings, client_id=client_id, store=store)
         self.publish = self.publisher.publish
         self.send = self.publisher.send
@@ -84,9 +86,11 @@ class Bus:
     @property
     def events_lost(self) -> int:
         """Offsets that jumped in this process without our having read them."""
-        return sum(s.events_lost for s in self._subscriptions) + sum(r.events_lost for r in self._readers)
+        followed: list[Subscription | PartitionReader] = [*self._subscriptions, *self._readers]
+        return self._lost_before + sum(one.events_lost for one in followed)
 
     def leave(self, subscription: Subscription) -> None:
         """End one membership while the process goes on; its thread drains, commits and leaves."""
         self._supervisor.release(f"subscription {subscription.group}")
         self._subscriptions.remove(subscription)
+        self._lost_before += subscription.events_lost

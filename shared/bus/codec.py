@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from shared import events
 from shared.errors import Invalid, NotFound
@@ -14,6 +15,8 @@ from shared.settings import KafkaSettings
 from shared.store import ObjectStore
 
 SCHEMA = "1"
+FRAMING_BYTES = 16_384
+"""Headers and key on top of the largest inline payload."""
 Headers = list[tuple[str, bytes]]
 
 EVENTS: dict[str, type[Event]] = {
@@ -33,7 +36,7 @@ class Claim(BaseModel):
     """What a message carries in place of a payload that is too large for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    key: str
+    key: str = Field(pattern=r"^payloads/[0-9a-f]{2}/[0-9a-f]{64}$")
     sha256: str
     size: int
 
@@ -51,14 +54,22 @@ def common_settings(settings: KafkaSettings, client_id: str) -> dict[str, str | 
     return {"bootstrap.servers": settings.bootstrap, "client.id": client_id, "log_level": 3}
 
 
+def fetch_bytes(settings: KafkaSettings) -> int:
+    """Of one fetch from one partition: at least the largest message of ours."""
+    return max(1_048_576, settings.inline_limit_bytes * 2)
+
+
 def encode(event: Event, *, run_id: str, traceparent: str, purpose: str) -> tuple[bytes, Headers]:
-    """Payload and headers of an event."""
+    """Payload and headers of an event. Raises Invalid for text that UTF-8 cannot hold."""
     headers: Headers = [("event", _NAME[type(event)]), ("run", run_id.encode())]
     if purpose:
         headers.append(("purpose", purpose.encode()))
     if traceparent:
         headers.append(("traceparent", traceparent.encode()))
-    return event.model_dump_json().encode(), headers
+    try:
+        return event.model_dump_json().encode(), headers
+    except (PydanticSerializationError, UnicodeEncodeError) as error:
+        raise Invalid(f"{type(event).__name__} cannot be encoded: {error}") from error
 
 
 def check_in(store: ObjectStore, payload: bytes) -> bytes:
@@ -74,7 +85,9 @@ def decode(value: bytes | None, headers: Mapping[str, bytes], store: ObjectStore
     name = headers.get("event", b"")
     kind = _KIND.get(name)
     if kind is None:
-        raise Undecodable("unknown_event", f"header event={name!r} is none of ours")
+        known = (name or b"").rpartition(b"/")[0].decode("ascii", "replace") in EVENTS
+        reason = "unknown_version" if known else "unknown_event"
+        raise Undecodable(reason, f"header event={name!r} is none of ours")
     if value is None:
         raise Undecodable("empty", "the message has no payload")
     try:
@@ -86,6 +99,35 @@ def decode(value: bytes | None, headers: Mapping[str, bytes], store: ObjectStore
         reason = "not_json" if first["type"] == "json_invalid" else "wrong_schema"
         path = ".".join(str(part) for part in first["loc"])
         raise Undecodable(reason, f"{kind.__name__} {path}: {first['msg']}") from error
+
+
+def dead_letter(
+    value: bytes | None,
+    headers: Headers,
+    *,
+    origin: str,
+    reason: str,
+    error: str,
+    store: ObjectStore,
+    settings: KafkaSettings,
+) -> tuple[bytes | None, Headers]:
+    """A message as it goes to `deadletters`: its bytes and headers, with where it lay and what is wrong.
+
+    Whatever it is, the broker must take it: a payload too large for us goes to the store, headers beyond
+    what the framing allows are left out.
+    """
+    kept: Headers = []
+    room = FRAMING_BYTES // 2
+    for name, text in headers:
+        room -= len(name.encode()) + len(text or b"")
+        if room >= 0:
+            kept.append((name, text))
+    if value is not None and len(value) > settings.inline_limit_bytes:
+        value = check_in(store, value)
+        kept.append(("claim", b"1"))
+    kept += [("origin", origin.encode()), ("reason", reason.encode())]
+    kept.append(("error", error.encode("utf-8", "backslashreplace")[:4096]))
+    return value, kept
 
 
 def _redeem(store: ObjectStore, value: bytes) -> bytes:

@@ -11,6 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -27,8 +29,6 @@ _LOG = structlog.get_logger()
 _QUEUE_FULL_WAIT_S = 30.0
 _IDLE_S = 0.5
 _REPORTS_EVERY_S = 0.004
-_FRAMING_BYTES = 16_384
-"""Headers and key on top of the largest inline payload."""
 
 
 class Publisher:
@@ -41,7 +41,7 @@ class Publisher:
             "enable.idempotence": True,
             "acks": "all",
             "linger.ms": 0.5,
-            "message.max.bytes": settings.inline_limit_bytes + _FRAMING_BYTES,
+            "message.max.bytes": settings.inline_limit_bytes + codec.FRAMING_BYTES,
             "delivery.timeout.ms": 300_000,
         }
         self._producer = Producer(config)
@@ -60,18 +60,28 @@ class Publisher:
         run_id: str = "",
         traceparent: str = "",
         purpose: str = "",
-        on_delivered: Callable[[], None] | None = None,
+        on_delivered: Callable[[], object] | None = None,
+        on_failed: Callable[[Unavailable], None] | None = None,
     ) -> None:
         """Hand an event to the broker; `on_delivered` runs on another thread once it is there.
 
-        Raises Unavailable when the producer's queue stays full.
+        `on_failed` takes a refusal for good, which without it ends the process. Raises Invalid for text that
+        UTF-8 cannot hold, Unavailable when the producer's queue stays full or it is broken for good.
         """
         payload, headers = codec.encode(event, run_id=run_id, traceparent=traceparent, purpose=purpose)
         if len(payload) > self._settings.inline_limit_bytes:
             payload = codec.check_in(self._store, payload)
             headers.append(("claim", b"1"))
             metrics.CLAIM_CHECKS.labels(topic).inc()
-        self.publish_raw(topic, payload, headers, key=key, partition=partition, on_delivered=on_delivered)
+        self.publish_raw(
+            topic,
+            payload,
+            headers,
+            key=key,
+            partition=partition,
+            on_delivered=on_delivered,
+            on_failed=on_failed,
+        )
 
     def publish_raw(
         self,
@@ -81,33 +91,38 @@ class Publisher:
         *,
         key: str | bytes | None = None,
         partition: int | None = None,
-        on_delivered: Callable[[], None] | None = None,
+        on_delivered: Callable[[], object] | None = None,
+        on_failed: Callable[[Unavailable], None] | None = None,
     ) -> None:
         """Hand bytes to the broker, as `publish` does."""
 
         def report(error: KafkaError | None, message: Message) -> None:
-            if error is not None:
+            if error is None:
+                if on_delivered is not None:
+                    on_delivered()
+                return
+            if on_failed is not None:
+                on_failed(Unavailable(f"{topic}: {error}"))
+            if on_failed is None or error.fatal():
                 self._fail(topic, error)
-            else:
-                assert on_delivered is not None
-                on_delivered()
 
-        callback = self._report if on_delivered is None else report
-
+        callback = self._report if on_delivered is None and on_failed is None else report
         full = self._settings.prefix + topic
+        tagged = cast("list[tuple[str, str | bytes | None]]", headers)
+        # -1 lets the key decide.
+        where = -1 if partition is None else partition
         until = time.monotonic() + _QUEUE_FULL_WAIT_S
         while True:
             try:
-                if partition is None:
-                    self._producer.produce(full, payload, key, headers=headers, on_delivery=callback)
-                else:
-                    self._producer.produce(full, payload, key, partition, headers=headers, on_delivery=callback)
+                self._producer.produce(full, payload, key, where, callback, headers=tagged)
                 break
             except BufferError:
                 if time.monotonic() > until:
                     raise Unavailable(f"the producer's queue to {full} stays full") from None
                 self._producer.poll(0.05)
             except KafkaException as error:
+                if error.args[0].fatal():
+                    self._fail(topic, error.args[0])
                 raise Unavailable(f"{full}: {error}") from error
         self._reports_due.set()
         count = self._counts.get(topic)
@@ -118,7 +133,7 @@ class Publisher:
     def _report(self, error: KafkaError | None, message: Message) -> None:
         """The delivery report of an event that nobody waits for."""
         if error is not None:
-            self._fail(message.topic(), error)
+            self._fail(message.topic() or "", error)
 
     async def send(
         self,
@@ -130,12 +145,19 @@ class Publisher:
         traceparent: str = "",
         purpose: str = "",
     ) -> None:
-        """Publish and wait until the broker has the event."""
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
+        """Publish and wait until the broker has the event.
 
-        def delivered() -> None:
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+        Raises Unavailable when the broker refuses it, Invalid for text that UTF-8 cannot hold.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Unavailable | None] = loop.create_future()
+
+        def settle(outcome: Unavailable | None) -> None:
+            if not done.done():
+                done.set_result(outcome)
+
+        def tell(outcome: Unavailable | None) -> None:
+            loop.call_soon_threadsafe(settle, outcome)
 
         self.publish(
             topic,
@@ -144,13 +166,16 @@ class Publisher:
             run_id=run_id,
             traceparent=traceparent,
             purpose=purpose,
-            on_delivered=delivered,
+            on_delivered=partial(tell, None),
+            on_failed=tell,
         )
-        await done
+        refusal = await done
+        if refusal is not None:
+            raise refusal
 
     def run(self) -> None:
-        """Thread. Serves delivery reports, many at a time; woken by the first `publish` after a pause. Ends when
-        a delivery failed for good.
+        """Thread. Serves delivery reports, many at a time; woken by the first `publish` after a pause. Raises
+        when a delivery failed for good.
 
         A report only moves a commit on, so it may wait a few milliseconds; waking up for each one would cost
         more than the reports themselves.
@@ -162,7 +187,10 @@ class Publisher:
                 time.sleep(_REPORTS_EVERY_S)
                 self._producer.poll(0)
                 if self.failure is not None:
-                    raise self.failure
+                    break
+            # A report may also have been served by a `publish` that found the queue full.
+            if self.failure is not None:
+                raise self.failure
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Flush what is queued, then end `run`."""
@@ -175,3 +203,4 @@ class Publisher:
     def _fail(self, topic: str, error: KafkaError) -> None:
         _LOG.error("delivery failed", topic=topic, error=str(error))
         self.failure = Unavailable(f"{topic}: {error}")
+        self._reports_due.set()

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable
 
 import structlog
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from shared import metrics
 from shared.bus import codec
-from shared.bus.polling import BatchPoll
+from shared.bus.polling import BatchPoll, Taken
 from shared.errors import Unavailable
 from shared.events import Event
 from shared.settings import KafkaSettings
@@ -50,7 +50,7 @@ class PartitionReader:
             "group.id": f"{settings.prefix}reader.{client_id}",
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",
-            "fetch.message.max.bytes": settings.inline_limit_bytes * 2,
+            "fetch.message.max.bytes": codec.fetch_bytes(settings),
         }
         if settings.fetch_wait_ms is not None:
             config["fetch.wait.max.ms"] = settings.fetch_wait_ms
@@ -61,6 +61,7 @@ class PartitionReader:
         try:
             _, high = self._consumer.get_watermark_offsets(self._where, timeout=15)
         except KafkaException as error:
+            self._consumer.close()
             raise Unavailable(f"{self._where.topic}: {error}") from error
         self._where.offset = self._expected = high
         self._consumer.assign([self._where])
@@ -74,7 +75,7 @@ class PartitionReader:
                 events = self._decode(poll.take(_IDLE_POLL_S))
                 if events:
                     consumed.inc(len(events))
-                    self._loop.call_soon_threadsafe(self._handler, events)
+                    self._loop.call_soon_threadsafe(self._dispatch, events)
         finally:
             self._consumer.close()
 
@@ -82,12 +83,25 @@ class PartitionReader:
         """Ask the thread to end."""
         self._stopping.set()
 
-    def _decode(self, messages: list[Message]) -> list[Event]:
+    def _dispatch(self, events: list[Event]) -> None:
+        """On the loop: the whole batch, or, when that raises, one by one, so that one costs no other."""
+        try:
+            self._handler(events)
+        except Exception:
+            if len(events) == 1:
+                metrics.EVENTS_DEAD.labels(self._topic, "handler_failed").inc()
+                _LOG.exception("handling failed", topic=self._topic, event_kind=type(events[0]).__name__)
+                return
+            for event in events:
+                self._dispatch([event])
+
+    def _decode(self, messages: list[Taken]) -> list[Event]:
         events = []
         for message in messages:
-            if message.error() is not None:
-                if message.error().fatal():
-                    raise Unavailable(f"{self._topic}: {message.error()}")
+            error = message.error()
+            if error is not None:
+                if error.fatal():
+                    raise Unavailable(f"{self._topic}: {error}")
                 continue
             offset = message.offset()
             if self._expected is not None and offset > self._expected:

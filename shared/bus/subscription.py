@@ -11,21 +11,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from shared import metrics
 from shared.bus import codec
-from shared.bus.polling import BatchPoll
+from shared.bus.delivery import Delivery, Partition
+from shared.bus.polling import BatchPoll, Taken
 from shared.bus.publisher import Publisher
 from shared.errors import EventsLost, Unavailable
-from shared.events import Event
 from shared.settings import KafkaSettings
 from shared.store import ObjectStore
-from shared.topics import DEADLETTERS
+from shared.topics import DEADLETTERS, training_group
 
 _LOG = structlog.get_logger()
 _COMMIT_EVERY_S = 0.5
@@ -36,78 +36,6 @@ _HARMLESS = {
     KafkaError._PARTITION_EOF, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN,
     KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._TIMED_OUT,
 }  # fmt: skip
-
-
-class _Partition:
-    """Bookkeeping of one assigned partition. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.outstanding: deque[int] = deque()
-        self.acked: set[int] = set()
-        self.expected: int | None = None
-        self.watermark: int | None = None
-        self.committed: int | None = None
-        self.fenced = False
-
-    def delivered(self, offset: int) -> None:
-        with self.lock:
-            self.outstanding.append(offset)
-
-    def ack(self, offset: int) -> bool:
-        """Whether it counted; False after fencing."""
-        with self.lock:
-            if self.fenced:
-                return False
-            self.acked.add(offset)
-            while self.outstanding and self.outstanding[0] in self.acked:
-                done = self.outstanding.popleft()
-                self.acked.discard(done)
-                self.watermark = done + 1
-            return True
-
-
-class Delivery:
-    """One event in hand. Exactly one of `ack` and `fail` ends it."""
-
-    __slots__ = ("_message", "_partition", "_subscription", "attempts", "event", "headers")
-
-    def __init__(
-        self, event: Event, headers: dict[str, bytes], message: Message, partition: _Partition,
-        subscription: Subscription,
-    ) -> None:  # fmt: skip
-        self.event = event
-        self.headers = headers
-        self.attempts = 0
-        self._message = message
-        self._partition = partition
-        self._subscription = subscription
-
-    @property
-    def offset(self) -> int:
-        """Its offset in its partition."""
-        offset: int = self._message.offset()
-        return offset
-
-    @property
-    def partition(self) -> int:
-        """The partition it came from."""
-        partition: int = self._message.partition()
-        return partition
-
-    @property
-    def traceparent(self) -> str:
-        """The trace context it carries, or an empty string."""
-        return self.headers.get("traceparent", b"").decode()
-
-    def ack(self) -> None:
-        """Its effect is safe: never deliver it again. From any thread."""
-        if not self._partition.ack(self._message.offset()):
-            metrics.FENCED_ACKS.labels(self._subscription.group).inc()
-
-    def fail(self, error: BaseException) -> None:
-        """Its handling failed: deliver it again, or give it up to `deadletters`. On the event loop."""
-        self._subscription.retry(self, error)
 
 
 class Subscription:
@@ -126,8 +54,10 @@ class Subscription:
         max_unacked: int,
         accept: Callable[[dict[str, bytes]], bool] | None = None,
         drain_s: float = 2.0,
+        max_poll_interval_s: float = 300.0,
     ) -> None:
         self.group = group
+        self.label = _label(group)
         self._settings = settings
         self._topics = [settings.prefix + topic for topic in topics]
         self._handler = handler
@@ -137,12 +67,14 @@ class Subscription:
         self._accept = accept
         self._drain_s = drain_s
         self._loop = asyncio.get_running_loop()
-        self._partitions: dict[tuple[str, int], _Partition] = {}
+        self._partitions: dict[tuple[str, int], Partition] = {}
         self._paused = False
         self._stopping = threading.Event()
         self.assigned = asyncio.Event()
         self.events_lost = 0
-        self._consumer = Consumer(self._config(client_id))
+        self._max_poll_interval_s = max_poll_interval_s
+        self._consumer = Consumer(self._config(client_id) | {"on_commit": self._on_commit})
+        self._poll = BatchPoll(self._consumer)
 
     def _config(self, client_id: str) -> dict[str, str | int | bool]:
         config = codec.common_settings(self._settings, client_id) | {
@@ -151,8 +83,8 @@ class Subscription:
             "auto.offset.reset": "earliest",
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
-            "max.poll.interval.ms": 300_000,
-            "fetch.message.max.bytes": self._settings.inline_limit_bytes * 2,
+            "max.poll.interval.ms": int(self._max_poll_interval_s * 1000),
+            "fetch.message.max.bytes": codec.fetch_bytes(self._settings),
         }
         if self._settings.protocol == "classic":
             config["session.timeout.ms"] = int(self._settings.session_timeout_s * 1000)
@@ -163,25 +95,25 @@ class Subscription:
     @property
     def unacked(self) -> int:
         """Events delivered and not yet acknowledged."""
-        return sum(len(p.outstanding) for p in self._partitions.values())
+        # Copied at once: the polling thread changes it while others ask.
+        return sum(len(p.outstanding) for p in list(self._partitions.values()))
 
     @property
     def partitions(self) -> list[int]:
         """Partition numbers assigned now (of the only topic, for one-topic subscriptions)."""
-        return sorted(number for _, number in self._partitions)
+        return sorted(number for _, number in list(self._partitions))
 
     def run(self) -> None:
-        """Thread. Consumes the topics; waits in poll; woken by the broker. Ends on `stop` or a fatal error."""
+        """Thread. Consumes the topics; waits in poll; woken by the broker; ends on `stop` or fatal error."""
         consumer = self._consumer
         consumer.subscribe(
             self._topics, on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
-        poll = BatchPoll(consumer)
-        unacked = metrics.EVENTS_UNACKED.labels(self.group)
+        unacked = metrics.EVENTS_UNACKED.labels(self.label)
         due = time.monotonic() + _COMMIT_EVERY_S
         try:
             while not self._stopping.is_set():
-                messages = poll.take(_PAUSED_POLL_S if self._paused else _IDLE_POLL_S)
+                messages = self._poll.take(_PAUSED_POLL_S if self._paused else _IDLE_POLL_S)
                 deliveries = self._decode(messages)
                 if deliveries:
                     self._loop.call_soon_threadsafe(self._dispatch, deliveries)
@@ -192,6 +124,7 @@ class Subscription:
                     due = time.monotonic() + _COMMIT_EVERY_S
         finally:
             self._close()
+            unacked.set(0)
 
     def stop(self) -> None:
         """Ask the thread to drain, commit and leave the group."""
@@ -202,6 +135,8 @@ class Subscription:
         self._commit()
         self._drain_s = 0.0
         self._consumer.close()
+        for partition in self._partitions.values():
+            partition.fence()
 
     def _dispatch(self, deliveries: list[Delivery]) -> None:
         """On the loop: the whole batch, or, when that raises, one by one to find the culprit."""
@@ -216,14 +151,21 @@ class Subscription:
 
     def retry(self, delivery: Delivery, error: BaseException) -> None:
         """Deliver again after a while; the third failure moves the event to `deadletters`."""
+        if delivery._partition.fenced:
+            return
         delivery.attempts += 1
         _LOG.warning("handling failed", group=self.group, attempt=delivery.attempts, error=repr(error))
         if delivery.attempts < _MAX_ATTEMPTS:
-            self._loop.call_later(0.2 * 2**delivery.attempts, self._dispatch, [delivery])
+            self._loop.call_later(0.2 * 2**delivery.attempts, self._redeliver, delivery)
         else:
             self._bury(delivery._message, delivery._partition, "handler_failed", repr(error))
 
-    def _decode(self, messages: list[Message]) -> list[Delivery]:
+    def _redeliver(self, delivery: Delivery) -> None:
+        # Where its partition has moved meanwhile, the event is another member's.
+        if not delivery._partition.fenced:
+            self._dispatch([delivery])
+
+    def _decode(self, messages: list[Taken]) -> list[Delivery]:
         deliveries = []
         for message in messages:
             error = message.error()
@@ -251,10 +193,14 @@ class Subscription:
             metrics.EVENTS_CONSUMED.labels(topic).inc(len(deliveries))
         return deliveries
 
-    def _check_gap(self, partition: _Partition, topic: str, number: int, offset: int) -> None:
+    def _check_gap(self, partition: Partition, topic: str, number: int, offset: int) -> None:
         expected = partition.expected
         partition.expected = offset + 1
-        if expected is not None and offset > expected:
+        if expected is None or offset == expected:
+            return
+        if offset < expected:
+            partition.rewind(offset)
+        else:
             lost = EventsLost(f"{topic}[{number}] jumped from {expected} to {offset}")
             self.events_lost += offset - expected
             metrics.EVENTS_LOST.labels(topic.removeprefix(self._settings.prefix)).inc(offset - expected)
@@ -267,24 +213,22 @@ class Subscription:
             raise Unavailable(f"{self.group}: {error}")
         _LOG.warning("consumer error", group=self.group, error=str(error))
 
-    def _bury(self, message: Message, partition: _Partition, reason: str, detail: str) -> None:
+    def _bury(self, message: Taken, partition: Partition, reason: str, detail: str) -> None:
         topic = message.topic().removeprefix(self._settings.prefix)
-        metrics.EVENTS_DEAD.labels(topic, reason).inc()
-        _LOG.error("event dead-lettered", topic=topic, offset=message.offset(), reason=reason, detail=detail)
-        origin = f"{topic}/{message.partition()}/{message.offset()}"
-        headers = [*(message.headers() or ())]
-        headers += [
-            ("origin", origin.encode()),
-            ("reason", reason.encode()),
-            ("error", detail.encode()[:4096]),
-        ]
         offset = message.offset()
-        self._publisher.publish_raw(
-            DEADLETTERS,
+        metrics.EVENTS_DEAD.labels(topic, reason).inc()
+        _LOG.error("event dead-lettered", topic=topic, offset=offset, reason=reason, detail=detail)
+        payload, headers = codec.dead_letter(
             message.value(),
-            headers,
-            key=message.key(),
-            on_delivered=lambda: partition.ack(offset),
+            message.headers() or [],
+            origin=f"{topic}/{message.partition()}/{offset}",
+            reason=reason,
+            error=detail,
+            store=self._store,
+            settings=self._settings,
+        )
+        self._publisher.publish_raw(
+            DEADLETTERS, payload, headers, key=message.key(), on_delivered=partial(partition.ack, offset)
         )
 
     def _flow(self) -> None:
@@ -298,24 +242,42 @@ class Subscription:
             self._paused = False
 
     def _commit(self) -> None:
-        offsets = []
-        for (topic, number), partition in list(self._partitions.items()):
-            if partition.watermark is not None and partition.watermark != partition.committed:
-                partition.committed = partition.watermark
-                offsets.append(TopicPartition(topic, number, partition.watermark))
-        if offsets:
-            self._commit_offsets(offsets, asynchronous=not self._stopping.is_set())
+        self._commit_offsets(list(self._partitions), asynchronous=not self._stopping.is_set())
 
-    def _commit_offsets(self, offsets: list[TopicPartition], *, asynchronous: bool) -> None:
+    def _commit_offsets(self, keys: list[tuple[str, int]], *, asynchronous: bool) -> None:
+        """Commit the watermarks that the broker does not have yet."""
+        offsets = []
+        for topic, number in keys:
+            partition = self._partitions.get((topic, number))
+            watermark = partition.watermark if partition else None
+            if partition is not None and watermark is not None and watermark != partition.committed:
+                partition.committed = watermark
+                offsets.append(TopicPartition(topic, number, watermark))
+        if not offsets:
+            return
         try:
-            self._consumer.commit(offsets=offsets, asynchronous=asynchronous)
+            if asynchronous:
+                self._consumer.commit(offsets=offsets, asynchronous=True)
+            else:
+                self._on_commit(None, self._consumer.commit(offsets=offsets, asynchronous=False))
         except KafkaException as error:
-            # The next commit repeats it; until then the events would only be delivered twice.
-            _LOG.warning("commit failed", group=self.group, error=str(error))
+            self._on_commit(error.args[0], offsets)
+
+    def _on_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
+        """The broker's answer: what it did not take is committed again; until then the events would only be
+        delivered twice."""
+        for tp in offsets:
+            fault = error or tp.error
+            if fault is None:
+                continue
+            _LOG.warning("commit failed", group=self.group, partition=tp.partition, error=str(fault))
+            partition = self._partitions.get((tp.topic, tp.partition))
+            if partition is not None:
+                partition.committed = None
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for tp in partitions:
-            self._partitions[tp.topic, tp.partition] = _Partition()
+            self._partitions[tp.topic, tp.partition] = Partition()
         self._expect_committed(partitions)
         consumer.incremental_assign(partitions) if self._incremental else consumer.assign(partitions)
         if self._paused:
@@ -341,25 +303,18 @@ class Subscription:
                 partition.expected = partition.committed = tp.offset
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        leaving = [self._partitions[tp.topic, tp.partition] for tp in partitions
-                   if (tp.topic, tp.partition) in self._partitions]  # fmt: skip
-        self._drain(leaving)
-        offsets = [
-            TopicPartition(tp.topic, tp.partition, self._partitions[tp.topic, tp.partition].watermark)
-            for tp in partitions
-            if (p := self._partitions.get((tp.topic, tp.partition))) and p.watermark is not None
-        ]
-        if offsets:
-            self._commit_offsets(offsets, asynchronous=False)
-        self._fence(partitions)
-        if self._incremental:
-            consumer.incremental_unassign(partitions)
-        else:
-            consumer.unassign()
+        keys = [key for tp in partitions if (key := (tp.topic, tp.partition)) in self._partitions]
+        self._drain([self._partitions[key] for key in keys])
+        self._commit_offsets(keys, asynchronous=False)
+        self._let_go(consumer, partitions)
 
     def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         _LOG.warning("partitions lost", group=self.group, partitions=[tp.partition for tp in partitions])
+        self._let_go(consumer, partitions)
+
+    def _let_go(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._fence(partitions)
+        self._poll.revoked.update((tp.topic, tp.partition) for tp in partitions)
         if self._incremental:
             consumer.incremental_unassign(partitions)
         else:
@@ -369,13 +324,18 @@ class Subscription:
         for tp in partitions:
             partition = self._partitions.pop((tp.topic, tp.partition), None)
             if partition is not None:
-                with partition.lock:
-                    partition.fenced = True
+                partition.fence()
         if not self._partitions:
             self._loop.call_soon_threadsafe(self.assigned.clear)
 
-    def _drain(self, partitions: list[_Partition]) -> None:
+    def _drain(self, partitions: list[Partition]) -> None:
         """Give handlers a moment to finish what they have in hand."""
         until = time.monotonic() + self._drain_s
         while any(p.outstanding for p in partitions) and time.monotonic() < until:
             time.sleep(0.01)
+
+
+def _label(group: str) -> str:
+    """The group as a metric label: without the id of the run, where it has one."""
+    training = training_group("")
+    return training.rstrip(".") if group.startswith(training) else group

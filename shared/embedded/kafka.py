@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import uuid
@@ -75,15 +76,12 @@ class EmbeddedKafka:
     ) -> None:
         self._library = _library()
         self._prefix = prefix
-        error = ctypes.create_string_buffer(512)
-        conf = self._library.rd_kafka_conf_new()
-        self._library.rd_kafka_conf_set(conf, b"log_level", b"3", error, 512)
-        self._client = self._library.rd_kafka_new(_PRODUCER, conf, error, 512)
-        if not self._client:
-            raise Internal(f"cannot start the embedded Kafka: {error.value.decode()}")
-        self._cluster = self._library.rd_kafka_mock_cluster_new(self._client, 1)
-        if not self._cluster:
-            raise Internal("cannot start the embedded Kafka: no mock cluster")
+        # Its thread takes an interrupted poll for the end, and then the cluster cannot even be stopped.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._client, self._cluster = self._start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._library.rd_kafka_mock_set_group_consumer_session_timeout_ms(
             self._cluster, int(session_timeout_s * 1000)
         )
@@ -92,6 +90,18 @@ class EmbeddedKafka:
         )
         self.bootstrap: str = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
         self.create_topics(topics)
+
+    def _start(self) -> tuple[int, int]:
+        error = ctypes.create_string_buffer(512)
+        conf = self._library.rd_kafka_conf_new()
+        self._library.rd_kafka_conf_set(conf, b"log_level", b"3", error, 512)
+        client: int | None = self._library.rd_kafka_new(_PRODUCER, conf, error, 512)
+        if not client:
+            raise Internal(f"cannot start the embedded Kafka: {error.value.decode()}")
+        cluster: int | None = self._library.rd_kafka_mock_cluster_new(client, 1)
+        if not cluster:
+            raise Internal("cannot start the embedded Kafka: no mock cluster")
+        return client, cluster
 
     def create_topics(self, topics: Sequence[TopicPlan]) -> None:
         """Create what is missing. A topic that exists keeps its partitions."""
@@ -106,7 +116,7 @@ class EmbeddedKafka:
         if self._cluster:
             self._library.rd_kafka_mock_cluster_destroy(self._cluster)
             self._library.rd_kafka_destroy(self._client)
-            self._cluster = self._client = None
+            self._cluster = self._client = 0
 
     def __enter__(self) -> Self:
         return self

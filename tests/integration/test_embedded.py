@@ -235,3 +235,26 @@ def test_a_free_port_is_free_and_one_in_use_is_not() -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert not port_is_free("127.0.0.1", port)
+
+
+def test_the_embedded_broker_survives_signals_to_its_process() -> None:
+    script = (
+        "import os, signal; from shared.embedded.admin import partition_counts\n"
+        "from shared.embedded.kafka import EmbeddedKafka\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "broker = EmbeddedKafka()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
+        "for _ in range(5):\n"
+        "    partition_counts(broker.bootstrap)\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "broker.stop(); print('stopped')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "stopped\n", done.stderr

@@ -24,18 +24,33 @@ from shared.settings import KafkaSettings, RedisSettings, Settings
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    ["run"], ["up"], ["serve"], ["submit"], ["runs"], ["watch"], ["cancel"], ["tasks", "submit"],
-    ["tasks", "show"], ["trajectories"], ["tail"], ["doctor"], ["bench", "turn"],
-]  # fmt: skip
+    ["run"],
+    ["up"],
+    ["serve"],
+    ["submit"],
+    ["runs"],
+    ["watch"],
+    ["cancel"],
+    ["tasks", "submit"],
+    ["tasks", "show"],
+    ["trajectories"],
+    ["tail"],
+    ["doctor"],
+    ["bench", "turn"],
+]
 
 
 def rollart(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ROLLART_")}
     return subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
-        cwd=cwd, env=clean | {"PYTHONPATH": str(ROOT)} | environ, capture_output=True, text=True, timeout=60,
+        cwd=cwd,
+        env=clean | {"PYTHONPATH": str(ROOT)} | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -119,11 +134,14 @@ def test_client_commands_without_a_stack_say_how_to_get_one(tmp_path: Path) -> N
     [
         (Invalid("x", fields=[FieldProblem(field="a.b", message="wrong")]), WRONG_INPUT),
         (Invalid("x"), WRONG_INPUT),
-        (Unavailable("x"), UNREACHABLE), (NotFound("x"), FAILED), (Conflict("x"), FAILED),
-        (KeyboardInterrupt(), INTERRUPTED), (RuntimeError("x"), FAILED),
+        (Unavailable("x"), UNREACHABLE),
+        (NotFound("x"), FAILED),
+        (Conflict("x"), FAILED),
+        (KeyboardInterrupt(), INTERRUPTED),
+        (RuntimeError("x"), FAILED),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_each_kind_of_error_has_its_exit_code_and_no_traceback(
     error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +209,7 @@ def test_the_view_follows_the_events_of_a_run() -> None:
     view.apply(_run(phase="warm_start"))
     view.apply(RunEvent("warm_start", "1", {"kind": "warm_start", "step": 3, "time": 1.0, "loss": None}))
     assert (view.phase, view.progress, view.eta_s) == ("warm start", (3, 10), None)
-    view.apply(_run(phase="train"))
+    view.apply(_run(phase="training"))
     for step in (1, 2):
         view.apply(_step(step, dropped={"stale": step}))
     assert view.progress == (2, 4)
@@ -215,11 +233,11 @@ def test_the_panel_shows_every_figure_at_any_width() -> None:
         "episodes": {},
     }
     for event in (
-        _run(phase="train"),
+        _run(phase="training"),
         RunEvent("evaluation", "1", evaluation),
         *(_step(i, stages={"generation": 0.9, "reward": None}, tokens_per_s=3214.0) for i in range(1, 5)),
     ):
-        view.apply(event)  # fmt: skip
+        view.apply(event)
     for width in (40, 100, 200):
         out = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
         out.print(render(view, now=time.time(), restarts={"reward": 2}, width=width))
@@ -245,9 +263,9 @@ def test_without_a_terminal_each_step_is_one_plain_line(capsys: pytest.CaptureFi
     out = Console(width=80, force_terminal=False)
     with Display(out, "r-1") as display:
         for event in (
-            _run(phase="train"),
+            _run(phase="training"),
             _step(1),
-            _run(phase="train", step=1),
+            _run(phase="training", step=1),
             _step(2),
             _run(state="finished"),
         ):

@@ -1,6 +1,7 @@
 """Gymnasium's FrozenLake as a conversation: a generated map per seed, described to the player in words.
 
-The player sees where it is and what lies beside it, never the whole map. Loaded by the episode loop.
+The player sees where it is and what lies beside it, its own trail included, never the whole map. Loaded by
+the episode loop.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class FrozenLake:
         self._config = config
         self._layout: tuple[str, ...] = ()
         self._game: FrozenLakeEnv | None = None
+        self._trail: set[tuple[int, int]] = set()
 
     def reset(self, *, seed: int, split: Split) -> str:
         """Draw the map of the seed and describe the start."""
@@ -79,6 +81,7 @@ class FrozenLake:
         self._layout = draw_layout(seed, split=split, size=config.size, ice=config.ice)
         self._game = FrozenLakeEnv(desc=list(self._layout), is_slippery=config.is_slippery)
         self._game.reset(seed=seed % 2**32)
+        self._trail = {self._position()}
         return (
             "Walk over the ice to the goal in the last row and column. "
             "Never step into a hole. Answer left, down, right or up.\n" + self._describe()
@@ -91,6 +94,7 @@ class FrozenLake:
             return Step("Answer left, down, right or up.\n" + self._describe(), 0.0, False, False)
         move = MOVES[named.pop()][0]
         _, reward, terminated, _, _ = self._playing().step(move)  # type: ignore[no-untyped-call]
+        self._trail.add(self._position())
         return Step(self._describe(), float(reward), bool(terminated), False)
 
     def scripted_action(self, rng: random.Random, *, skill: float) -> str:
@@ -112,6 +116,8 @@ class FrozenLake:
 
     def _tile(self, row: int, column: int) -> str:
         inside = 0 <= row < self._config.size and 0 <= column < self._config.size
+        if (row, column) in self._trail:
+            return "trail"
         return _TILES[self._layout[row][column]] if inside else "edge"
 
     def _describe(self) -> str:
@@ -122,7 +128,7 @@ class FrozenLake:
         return "\n".join([*around, f"row {row}, column {column}"])
 
     def _shortest_way(self) -> str:
-        """Breadth-first from the goal's side would do as well; the start is where the player stands."""
+        """The first move of a breadth-first search from where the player stands."""
         start = self._position()
         queue: deque[tuple[tuple[int, int], str]] = deque([(start, "")])
         seen = {start}
@@ -133,7 +139,7 @@ class FrozenLake:
                 tile = self._tile(*place)
                 if tile == "goal":
                     return first or word
-                if tile == "ice" and place not in seen:
+                if tile in ("ice", "trail") and place not in seen:
                     seen.add(place)
                     queue.append((place, first or word))
         raise RuntimeError("a map without a way to its goal")

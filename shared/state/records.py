@@ -1,0 +1,85 @@
+"""What is kept in Redis: one model per kind of record. Used by `shared.state` and by who reads it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from shared.events import Role
+
+RunState = Literal["queued", "running", "finished", "failed", "cancelled"]
+FieldT = bytes | bytearray | memoryview | str | int | float
+"""What redis-py takes as a field or a value."""
+TERMINAL: frozenset[str] = frozenset({"finished", "failed", "cancelled"})
+
+
+class Record(BaseModel):
+    """Root of what is kept in Redis; tolerant, as events are."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def flat(self) -> dict[FieldT, FieldT]:
+        """As the fields of a hash."""
+        return {key: str(value) for key, value in self.model_dump(mode="json").items()}
+
+
+class WorkerRecord(Record):
+    """What a generation worker says of itself, every second."""
+
+    worker_id: str
+    role: Role
+    device_class: str
+    gpu_model: str
+    url: str
+    partitions: list[int]
+    """Of its topic, assigned to it now: where the router can reach it."""
+    running: int
+    waiting: int
+    kv_usage: float
+    policies: dict[str, int]
+    """Policy reference → version live."""
+    draining: bool = False
+    updated_at: float
+
+
+class ProcessRecord(Record):
+    """What every process of every service says of itself, every second."""
+
+    process_id: str
+    service: str
+    busy_s: float
+    """Seconds of its stage's own work since it started."""
+    counters: dict[str, float] = {}
+    """Accumulated since it started; a reader adds up differences."""
+    started_at: float
+    updated_at: float
+
+
+class RunRecord(Record):
+    """One run as everyone sees it."""
+
+    run_id: str
+    state: RunState
+    phase: str = ""
+    recipe: str
+    """JSON."""
+    created_at: float
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    step: int = 0
+    steps: int = 0
+    version: int = 0
+    error: str = ""
+    summary: str = ""
+    """JSON of `shared.summary.Summary`, once there is one."""
+
+
+class TaskRecord(Record):
+    """A roll-out of given seeds, asked for over REST."""
+
+    task_id: str
+    request: str
+    """JSON."""
+    trajectory_ids: list[str]
+    created_at: float
