@@ -7,7 +7,6 @@ RECIPE ?= recipes/quickstart.toml
 TORCH_INDEX ?=
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-export PYTHONDONTWRITEBYTECODE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check fmt unit integration e2e bench up docs clean

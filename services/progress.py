@@ -171,7 +171,10 @@ def render(view: RunView, *, now: float, restarts: Mapping[str, int], width: int
         if view.last.stages:
             parts += [Text(), _stages(view)]
     if view.dropped:
-        parts += [Text(), Text(f"groups dropped and issued again or given up: {view.dropped}", style="yellow")]
+        parts += [
+            Text(),
+            Text(f"groups dropped and issued again or given up: {view.dropped}", style="yellow"),
+        ]
     if restarts:
         said = ", ".join(f"{name} {count}×" for name, count in sorted(restarts.items()))
         parts += [Text(), Text(f"restarted: {said}; their work was replayed", style="yellow")]

@@ -6,14 +6,15 @@ the whole object or none. `open_store` picks the implementation by the scheme of
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlparse
 
-from shared.errors import FieldProblem, Invalid, NotFound
+from shared.errors import FieldProblem, Invalid, NotFound, StorageFull
 
 
 class ObjectStore(Protocol):
@@ -43,22 +44,27 @@ class FileStore:
         root.mkdir(parents=True, exist_ok=True)
 
     def _path(self, key: str) -> Path:
-        path = (self.root / key).resolve()
-        if not path.is_relative_to(self.root.resolve()):
+        if "\0" in key:
+            raise Invalid(f"store key with a NUL: {key!r}")
+        path, root = (self.root / key).resolve(), self.root.resolve()
+        if path == root or not path.is_relative_to(root):
             raise Invalid(f"store key leaves the store: {key!r}")
         return path
 
     def put(self, key: str, data: bytes) -> None:
-        """Write to a temporary file beside the target, then rename over it."""
+        """Write to a temporary file beside the target, then rename over it. Raises StorageFull."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".put-")
+        # Not `tempfile`: its files are for their owner alone, and stores are shared between users.
+        temporary = path.with_name(f".put-{uuid.uuid4().hex}")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("xb") as file:
                 file.write(data)
             os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no room in {self.root} for {key!r} ({len(data)} bytes)") from error
             raise
 
     def get(self, key: str) -> bytes:
@@ -70,7 +76,7 @@ class FileStore:
 
     def list(self, prefix: str) -> list[str]:
         """Keys below a prefix, sorted."""
-        base = self._path(prefix)
+        base = self._path(prefix) if prefix else self.root.resolve()
         files = [p for p in base.rglob("*") if p.is_file() and not p.name.startswith(".put-")]
         return sorted(str(p.relative_to(self.root.resolve())) for p in files)
 

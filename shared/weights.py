@@ -4,11 +4,11 @@
 Layout in the store:
 
     weights/{policy}/model/…                        config and tokenizer, written once
-    weights/{policy}/v000012/bucket-{sha}.safetensors
-    weights/{policy}/v000012/manifest.json          the marker of completeness
+    weights/{policy}/v000012/{attempt}/bucket-0000.safetensors
+    weights/{policy}/v000012/{attempt}/manifest.json    the marker of completeness
 
-A bucket's name is its content's checksum, so that what an interrupted attempt left behind can never
-be mistaken for part of a later one.
+`{attempt}` is a checksum of the tensors and the time: what an interrupted attempt left behind, or what a trainer
+writes whose lease was taken over, can never be mistaken for part of another attempt, nor change it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Manifest(BaseModel):
 
 
 def version_uri(policy: str, version: int) -> str:
-    """Key prefix of a version's folder in the store."""
+    """Key prefix of a version's folder in the store: all attempts at it."""
     return f"weights/{policy}/v{version:06d}"
 
 
@@ -101,16 +101,22 @@ def publish(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[str, str]:
     """Write one version, manifest last. Returns its key prefix and the manifest's SHA-256."""
-    prefix = version_uri(policy, version)
     entries: dict[str, TensorEntry] = {}
-    for names in _buckets(tensors, bucket_bytes):
-        payload = _serialize({name: tensors[name] for name in names})
-        bucket = f"bucket-{hashlib.sha256(payload).hexdigest()[:16]}.safetensors"
-        store.put(f"{prefix}/{bucket}", payload)
+    buckets = {
+        f"bucket-{i:04d}.safetensors": names for i, names in enumerate(_buckets(tensors, bucket_bytes))
+    }
+    for bucket, names in buckets.items():
         for name in names:
             t = tensors[name]
             entries[name] = TensorEntry(bucket=bucket, dtype=t.dtype, shape=t.shape, sha256=t.checksum)
-    manifest = Manifest(policy=policy, version=version, step=step, tensors=entries, created_at=time.time())
+    created_at = time.time()
+    attempt = hashlib.sha256(f"{step} {created_at}\n".encode())
+    for name, entry in entries.items():
+        attempt.update(f"{name} {entry.model_dump_json()}\n".encode())
+    prefix = f"{version_uri(policy, version)}/{attempt.hexdigest()[:16]}"
+    for bucket, names in buckets.items():
+        store.put(f"{prefix}/{bucket}", _serialize({name: tensors[name] for name in names}))
+    manifest = Manifest(policy=policy, version=version, step=step, tensors=entries, created_at=created_at)
     data = manifest.model_dump_json().encode()
     store.put(f"{prefix}/manifest.json", data)
     return prefix, hashlib.sha256(data).hexdigest()
@@ -119,12 +125,10 @@ def publish(
 def pull(store: ObjectStore, uri: str, *, digest: str | None = None) -> tuple[Manifest, dict[str, RawTensor]]:
     """Every tensor of a version, each checked against the manifest.
 
-    Raises WeightsInvalid where the manifest or a bucket is missing, or a checksum, dtype or shape differs.
+    Raises WeightsInvalid where the manifest or a bucket is missing or unreadable, or a checksum, dtype or shape
+    differs.
     """
-    try:
-        raw = store.get(f"{uri}/manifest.json")
-    except NotFound as error:
-        raise WeightsInvalid(f"{uri}: no manifest") from error
+    raw = _read(store, f"{uri}/manifest.json")
     if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
         raise WeightsInvalid(f"{uri}: the manifest is not the published one")
     try:
@@ -158,11 +162,18 @@ def _serialize(tensors: Mapping[str, RawTensor]) -> bytes:
     return bytes(safetensors.serialize(specs))
 
 
-def _read_bucket(store: ObjectStore, key: str) -> dict[str, RawTensor]:
+def _read(store: ObjectStore, key: str) -> bytes:
     try:
-        items = safetensors.deserialize(store.get(key))
+        return store.get(key)
     except NotFound as error:
         raise WeightsInvalid(f"{key} is missing") from error
+    except OSError as error:
+        raise WeightsInvalid(f"{key} cannot be read: {error}") from error
+
+
+def _read_bucket(store: ObjectStore, key: str) -> dict[str, RawTensor]:
+    try:
+        items = safetensors.deserialize(_read(store, key))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise WeightsInvalid(f"{key} is corrupt: {error}") from error
     return {

@@ -44,11 +44,16 @@ class _Run:
         return min(times, default=0.0)
 
     @property
+    def rewards(self) -> list[dict[str, float | None]]:
+        """Task → mean reward, of every evaluation and every step."""
+        return [e.reward for e in self.evaluations] + [step.reward for step in self.steps]
+
+    @property
     def tasks(self) -> list[str]:
         """Task names, in the recipe's order as far as the summary knows it."""
         names = dict.fromkeys(self.summary.tasks if self.summary else ())
-        for record in [*self.evaluations, *self.steps]:
-            names |= dict.fromkeys(record.reward)
+        for reward in self.rewards:
+            names |= dict.fromkeys(reward)
         return list(names)
 
 
@@ -169,7 +174,7 @@ def _reward_plots(run: _Run) -> list[Plot | None]:
             for task in run.tasks
         ]
 
-    values = [v for r in [*run.steps, *run.evaluations] for v in r.reward.values() if v is not None]
+    values = [v for reward in run.rewards for v in reward.values() if v is not None]
     unit = (-0.02, 1.04) if values and min(values) >= 0 and max(values) <= 1 else None
     note = "Mean of each batch (faint) and its moving average; discs are held-out evaluations."
     return [

@@ -150,7 +150,7 @@ def _mark(axes: Any, series: Sequence[Series]) -> None:
         return
     every_x = [x for one in series for x, _ in [*_known(one.points), *_known(one.marks)]]
     low, high = min(every_x), max(every_x)
-    pad = 0.12 * ((high - low) or 1.0)
+    pad = 0.15 * ((high - low) or 1.0)
     axes.set_xlim(low - pad, high + pad)
     gap = 0.085 * (axes.get_ylim()[1] - axes.get_ylim()[0])
     for x, values in marks.items():

@@ -27,7 +27,7 @@ class Policies(Link):
         key = self._key("policy", record.policy)
         lease_key = self._key("lease", lease)
         fields = {k: str(v) for k, v in record.model_dump(mode="json").items()} | {"model_uri": model_uri}
-        values: dict[FieldT, FieldT] = {**fields}
+        values = cast(dict[FieldT, FieldT], fields)
 
         async def change(pipe: Pipeline) -> None:
             holder = await cast(Awaitable[str | None], pipe.get(lease_key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -37,8 +38,8 @@ def play(environment: FrozenLake | GuessNumber, *, seed: int, skill: float, turn
     return seen
 
 
-def success(make: type[FrozenLake] | type[GuessNumber], *, skill: float, turns: int) -> float:
-    rewards = [play(make(make.Config()), seed=seed, skill=skill, turns=turns)[-1] for seed in range(100)]
+def success(make: Callable[[], FrozenLake | GuessNumber], *, skill: float, turns: int) -> float:
+    rewards = [play(make(), seed=seed, skill=skill, turns=turns)[-1] for seed in range(100)]
     return sum(step.reward for step in rewards if isinstance(step, Step)) / len(rewards)
 
 
@@ -52,21 +53,21 @@ def test_no_map_of_the_eval_split_occurs_in_the_train_split() -> None:
 
 
 def test_every_map_can_be_solved_by_the_scripted_player() -> None:
-    assert success(FrozenLake, skill=1.0, turns=16) == 1.0
+    assert success(lake, skill=1.0, turns=16) == 1.0
 
 
 def test_scripted_play_gets_better_with_skill() -> None:
-    for make, turns in ((FrozenLake, 12), (GuessNumber, 5)):
+    for make, turns in ((lake, 12), (game, 5)):
         results = [success(make, skill=skill, turns=turns) for skill in (0.0, 0.5, 1.0)]
         assert results[0] < results[1] < results[2] == 1.0
 
 
-@pytest.mark.parametrize("make", [FrozenLake, GuessNumber])
+@pytest.mark.parametrize("make", [lake, game])
 def test_the_same_seed_gives_the_same_episode_beside_noisy_neighbours(
-    make: type[FrozenLake] | type[GuessNumber],
+    make: Callable[[], FrozenLake | GuessNumber],
 ) -> None:
     def episode(seed: int) -> list[str | Step]:
-        return play(make(make.Config()), seed=seed, skill=0.5, turns=8)
+        return play(make(), seed=seed, skill=0.5, turns=8)
 
     with ThreadPoolExecutor(8) as pool:
         wanted = [pool.submit(episode, 7) for _ in range(4)]
@@ -80,7 +81,10 @@ def test_the_same_seed_gives_the_same_episode_beside_noisy_neighbours(
 def test_slippery_ice_is_the_same_for_the_same_seed() -> None:
     def slide() -> list[str]:
         environment = lake(is_slippery=True, ice=0.95)
-        return [environment.reset(seed=3, split="train"), *(environment.step("right").observation for _ in range(6))]
+        return [
+            environment.reset(seed=3, split="train"),
+            *(environment.step("right").observation for _ in range(6)),
+        ]
 
     assert slide() == slide()
 
@@ -168,7 +172,9 @@ def test_every_secret_occurs() -> None:
         (GuessNumber, {"highest": 4, "guesses": 4}),
     ],
 )
-def test_a_wrong_config_is_refused(make: type[FrozenLake] | type[GuessNumber], config: dict[str, object]) -> None:
+def test_a_wrong_config_is_refused(
+    make: type[FrozenLake] | type[GuessNumber], config: dict[str, object]
+) -> None:
     with pytest.raises(ValidationError):
         make.Config.model_validate(config)
 

@@ -55,7 +55,8 @@ def test_an_exported_folder_gives_the_same_logits_and_ids_in_transformers(
     tokenizer_folder: Path, tmp_path: Path, family: str
 ) -> None:
     tiny = TinyModel.model_validate({"family": family, "hidden_size": 32})
-    model = build_tiny(tiny, tokenizer_folder=tokenizer_folder, context_window=64, seed=1).eval()
+    model = build_tiny(tiny, tokenizer_folder=tokenizer_folder, context_window=64, seed=1)
+    model.train(False)
     export_folder(model, tokenizer_folder, tmp_path / "run" / "export")
     export_folder(model, tokenizer_folder, tmp_path / "run" / "export")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["export"]
@@ -65,19 +66,23 @@ def test_an_exported_folder_gives_the_same_logits_and_ids_in_transformers(
     ours = ChatTokenizer.from_folder(tmp_path / "run" / "export")
     ids = ours.opening_ids("row 1, column 2 of 16")
     message = [{"role": "user", "content": "row 1, column 2 of 16"}]
-    assert tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"] == ids
+    assert list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)) == ids
     with torch.no_grad():
         torch.testing.assert_close(loaded(torch.tensor([ids])).logits, model(torch.tensor([ids])).logits)
     assert loaded.config.max_position_embeddings == 64
     assert loaded.generation_config.eos_token_id == ours.end_ids[0]
 
 
-def test_a_model_folder_holds_no_weights_and_builds_the_same_shapes(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_model_folder_holds_no_weights_and_builds_the_same_shapes(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
     model = build_tiny(TinyModel(), tokenizer_folder=tokenizer_folder, context_window=64, seed=1)
     save_model_folder(model, tokenizer_folder, tmp_path / "model")
     assert not [path for path in (tmp_path / "model").iterdir() if path.suffix in {".safetensors", ".bin"}]
-    config = AutoModelForCausalLM.from_config(type(model.config).from_pretrained(tmp_path / "model"))
-    assert {n: p.shape for n, p in config.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    rebuilt = type(model)(type(model.config).from_pretrained(tmp_path / "model"))
+    assert {n: p.shape for n, p in rebuilt.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     assert ChatTokenizer.from_folder(tmp_path / "model").end_ids
 
 
@@ -119,8 +124,8 @@ def test_a_failed_export_leaves_the_earlier_one(tokenizer_folder: Path, tmp_path
     model = build_tiny(TinyModel(), tokenizer_folder=tokenizer_folder, context_window=64, seed=1)
     export_folder(model, tokenizer_folder, tmp_path / "export")
     broken = build_tiny(TinyModel(), tokenizer_folder=tokenizer_folder, context_window=64, seed=1)
-    broken.save_pretrained = lambda folder: (_ for _ in ()).throw(OSError("disk full"))  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="disk full"):
+    del broken.model.embed_tokens.weight
+    with pytest.raises(AttributeError):
         export_folder(broken, tokenizer_folder, tmp_path / "export")
     AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir() if path.name != "tokenizer"] == ["export"]

@@ -107,7 +107,7 @@ def test_only_what_the_settings_name_is_in_the_loss(folder: Path, tokenizer: Cha
     model = tiny(folder)
     ids = torch.tensor([row.token_ids])
     logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
-    picked = -logprobs.gather(1, ids[0, 1:, None])[:, 0]
+    picked = -logprobs.gather(1, ids[0, 1:, None])[:, 0].detach()
     assert everything.loss == pytest.approx(float(picked.mean()), rel=1e-4)
     assert actions.loss == pytest.approx(float(picked[torch.tensor(row.mask[1:]).bool()].mean()), rel=1e-4)
 
