@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from shared.events import Role, Split, TrajectoryStatus
 from shared.recipe import Float, Int, Name
+from shared.summary import RunState
 
-RunState = Literal["queued", "running", "finished", "failed", "cancelled"]
+
 TERMINAL: frozenset[str] = frozenset({"finished", "failed", "cancelled"})
 MAX_ROLLOUTS = 10_000
 """Rollouts of one task at most."""

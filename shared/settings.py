@@ -25,9 +25,7 @@ Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 class Group(BaseModel):
     """Root of all settings sections."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class KafkaSettings(Group):
@@ -147,7 +145,11 @@ class Settings(BaseSettings):
     """All settings of a process."""
 
     model_config = SettingsConfigDict(
-        env_nested_delimiter="__", extra="ignore", frozen=True, nested_model_default_partial_update=True, use_attribute_docstrings=True
+        env_nested_delimiter="__",
+        extra="ignore",
+        frozen=True,
+        nested_model_default_partial_update=True,
+        use_attribute_docstrings=True,
     )
 
     state_dir: Path = Field(Path(".rollart"), validation_alias="ROLLART_STATE_DIR")
@@ -221,7 +223,7 @@ def _refuse_unknown(environ: os._Environ[str]) -> None:
     fields = []
     for name in environ:
         upper = name.upper()
-        ours = upper.startswith(tuple(sections)) or upper.startswith("ROLLART_")
+        ours = upper.startswith((*sections, "ROLLART_"))
         if ours and upper not in known | _INTERNAL:
             near = difflib.get_close_matches(upper, sorted(known), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

@@ -4,12 +4,14 @@
 |---|---|---|---|
 | `rollouts` | RolloutRequested | trajectory_id | `environment` |
 | `turns` | TurnRequested | trajectory_id | `router` |
-| `generate.{class}` (also `prefill.`, `decode.`) | GenerateRequested | partition chosen by the router | `generation.{role}.{class}` |
+| `generate.{class}` | GenerateRequested | partition chosen by the router | `generation.{role}.{class}` |
 | `replies` | TurnGenerated, TurnFailed | the asker's own partition | none |
 | `trajectories` | TrajectoryCompleted | group_id | `reward` |
 | `samples` | TrajectoryScored | group_id | `training.{run}`, `gateway` |
 | `policies` | PolicyPublished | policy | none (compacted) |
 | `deadletters` | the original bytes | original key | none |
+
+`generate.` is the topic of role `both`; `prefill.` and `decode.` are those of the other roles.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from services.training.metrics_log import MetricsLog
-from services.training.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord
+from shared.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord
 from shared.events import TrajectoryScored
 from shared.service import Context
 from shared.state import ProcessRecord, State

@@ -21,7 +21,7 @@ from services.training import checkpoint
 from services.training.admission import Admission, Dropped
 from services.training.journal import Journal
 from services.training.publisher import PolicyPublisher
-from services.training.records import StepRecord
+from shared.records import StepRecord
 from services.training.rollouts import Issuer
 from services.training.trainer import StepStats, Trainer
 from shared import metrics

@@ -12,7 +12,7 @@ import structlog
 from pydantic import ValidationError
 from torch.utils.tensorboard import SummaryWriter
 
-from services.training.records import (
+from shared.records import (
     RECORD,
     AnyRecord,
     EvaluationRecord,

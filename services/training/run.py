@@ -21,7 +21,7 @@ from services.training import report, warm_start
 from services.training.journal import Journal
 from services.training.loop import TrainingLoop
 from services.training.publisher import PolicyPublisher
-from services.training.records import EvaluationRecord, WarmStartRecord
+from shared.records import EvaluationRecord, WarmStartRecord
 from services.training.rollouts import Campaign, Issuer
 from services.training.trainer import Trainer
 from shared.archive import TrajectoryArchive

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict
 
 from shared.events import Role
+from shared.summary import RunState
 
-RunState = Literal["queued", "running", "finished", "failed", "cancelled"]
 FieldT = bytes | bytearray | memoryview | str | int | float
 """What redis-py takes as a field or a value."""
 TERMINAL: frozenset[str] = frozenset({"finished", "failed", "cancelled"})

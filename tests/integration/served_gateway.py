@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from fastapi import FastAPI
+from pydantic import JsonValue
 
 from services.gateway import app as gateway_app
 from shared import topics
@@ -25,7 +26,7 @@ from shared.service import Context
 from shared.settings import KafkaSettings, RedisSettings, Settings
 
 KEY = "a-key"
-RECIPE = {
+RECIPE: dict[str, JsonValue] = {
     "name": "lake",
     "tasks": {"lake": {"environment": "frozenlake", "max_turns": 9}},
     "training": {"steps": 7},

@@ -89,7 +89,7 @@ async def test_what_a_task_names_must_exist(served: Served) -> None:
     assert (await post(served, "/v1/tasks", lake | {"policy": f"{run_id}@4"})).status_code == 404
     assert (await post(served, "/v1/tasks", lake | {"run_id": "nope"})).status_code == 404
     assert fields(await post(served, "/v1/tasks", {"task": "sea", "seeds": [1]})) == ["task"]
-    own = {"environment": "frozenlake", "seeds": [1], "policy": run_id}
+    own: dict[str, object] = {"environment": "frozenlake", "seeds": [1], "policy": run_id}
     assert fields(await post(served, "/v1/tasks", own | {"config": {"sise": 1}})) == ["config.sise"]
     assert fields(await post(served, "/v1/tasks", own | {"environment": "frozen"})) == ["environment"]
     for change, field in [
@@ -112,7 +112,12 @@ async def test_what_a_task_names_must_exist(served: Served) -> None:
 
 
 async def test_what_has_not_ended_by_the_deadline_counts_as_lost(served: Served) -> None:
-    request = {"environment": "frozenlake", "actor": "scripted", "skill": 0.5, "seeds": [1, 2]}
+    request: dict[str, object] = {
+        "environment": "frozenlake",
+        "actor": "scripted",
+        "skill": 0.5,
+        "seeds": [1, 2],
+    }
     task = await served.client.submit_task(TaskRequest.model_validate(request | {"deadline_s": 60}))
     assert (task.state, task.policy) == ("running", "")
     stored = await served.context.state.task(task.task_id)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -193,13 +194,20 @@ def test_the_stack_file_of_a_dead_launcher_counts_for_nothing(tmp_path: Path) ->
         attached(settings)
 
 
-def _run(**fields: object) -> RunEvent:
+def _run(**fields: JsonValue) -> RunEvent:
     return RunEvent("run", "", {"run_id": "r-1", "created_at": 0.0, "state": "running", "steps": 4, **fields})
 
 
-def _step(step: int, **fields: object) -> RunEvent:
-    data = {"kind": "step", "step": step, "version": step, "time": 1.0, "elapsed_s": 1.0, "step_s": 2.0}
-    rewards = {"lake": step / 4, "sea": None}
+def _step(step: int, **fields: JsonValue) -> RunEvent:
+    data: dict[str, JsonValue] = {
+        "kind": "step",
+        "step": step,
+        "version": step,
+        "time": 1.0,
+        "elapsed_s": 1.0,
+        "step_s": 2.0,
+    }
+    rewards: JsonValue = {"lake": step / 4, "sea": None}
     return RunEvent("step", f"{step}-0", {**data, "reward": rewards, "lag": {"0": 1, "1": 3}, **fields})
 
 
@@ -224,7 +232,7 @@ def test_the_view_follows_the_events_of_a_run() -> None:
 
 def test_the_panel_shows_every_figure_at_any_width() -> None:
     view = RunView("r-1")
-    evaluation = {
+    evaluation: dict[str, JsonValue] = {
         "kind": "evaluation",
         "version": 0,
         "step": 0,

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from services.training.metrics_log import MetricsLog, read_metrics
-from services.training.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord, WarmStartRecord
+from shared.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord, WarmStartRecord
 from services.training.report import write_report
 from shared.summary import Groups, Summary, TaskSummary, write_summary
 

@@ -104,13 +104,13 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING, LLAMA3, GENERATION])
 def rendered(folder: Path, messages: list[dict[str, str]]) -> list[int]:
     """What `transformers` makes of the messages."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
+@pytest.mark.parametrize("template", [CHATML, THINKING, LLAMA3, GENERATION])
 def test_ids_are_those_of_apply_chat_template(tmp_path: Path, template: str) -> None:
     folder = write_folder(tmp_path, template=template)
     ours = ChatTokenizer.from_folder(folder)
