@@ -12,12 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypedDict, TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import structlog
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, JsonValue
 from starlette.exceptions import HTTPException
@@ -97,9 +98,15 @@ Lifespan = Callable[[Context], AbstractAsyncContextManager[object]]
 
 
 def build(
-    name: str, settings: Settings, *, lifespan: Lifespan, routers: Sequence[APIRouter] = (), title: str = ""
+    name: str,
+    settings: Settings,
+    *,
+    lifespan: Lifespan,
+    routers: Sequence[APIRouter] = (),
+    title: str = "",
+    make: Callable[..., FastAPI] = FastAPI,
 ) -> FastAPI:
-    """The app of a service."""
+    """The app of a service; `make` builds it, where it is not a plain FastAPI."""
     supervisor = Supervisor(stop_s=settings.http.grace_s / 2)
 
     @asynccontextmanager
@@ -126,7 +133,7 @@ def build(
             await state.close()
             _LOG.info("service stopped", process=settings.process_id)
 
-    app = FastAPI(title=title or f"RollArt {name}", version="0.1.0", lifespan=run)
+    app = make(title=title or f"RollArt {name}", version="0.1.0", lifespan=run)
     app.state.supervisor = supervisor
     app.state.started = False
     app.include_router(_HEALTH)
@@ -180,14 +187,18 @@ async def status(request: Request) -> Status:
     )
 
 
-async def require_key(request: Request) -> None:
+_BEARER = HTTPBearer(auto_error=False, description="One of `ROLLART_API_KEYS`.")
+
+
+async def require_key(
+    request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
+) -> None:
     """Dependency: a bearer key of ours, or Unauthorized."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
     keys: frozenset[str] = request.app.state.keys
-    if scheme.lower() == "bearer":
-        for key in keys:
-            if hmac.compare_digest(key.encode(), given.strip().encode()):
-                return
+    if given is not None and any(
+        hmac.compare_digest(key.encode(), given.credentials.strip().encode()) for key in keys
+    ):
+        return
     raise Unauthorized("send Authorization: Bearer <key> with one of ROLLART_API_KEYS")
 
 

@@ -7,8 +7,8 @@ Layout in the store:
     weights/{policy}/v000012/{attempt}/bucket-0000.safetensors
     weights/{policy}/v000012/{attempt}/manifest.json    the marker of completeness
 
-`{attempt}` is a checksum of the tensors and the time: what an interrupted attempt left behind, or what a trainer
-writes whose lease was taken over, can never be mistaken for part of another attempt, nor change it.
+`{attempt}` is a checksum of the tensors and the time: what an interrupted attempt left behind, or what a
+trainer writes whose lease was taken over, is never mistaken for part of another attempt, nor changes it.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def publish(
 def pull(store: ObjectStore, uri: str, *, digest: str | None = None) -> tuple[Manifest, dict[str, RawTensor]]:
     """Every tensor of a version, each checked against the manifest.
 
-    Raises WeightsInvalid where the manifest or a bucket is missing or unreadable, or a checksum, dtype or shape
-    differs.
+    Raises WeightsInvalid where the manifest or a bucket is missing or unreadable, or a checksum, dtype or
+    shape differs.
     """
     raw = _read(store, f"{uri}/manifest.json")
     if digest is not None and hashlib.sha256(raw).hexdigest() != digest:

@@ -69,7 +69,8 @@ def report(error: BaseException) -> int:
         "w", prefix="rollart-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         traceback.print_exception(error, file=file)
-    show_error(f"unexpected {type(error).__name__}: {error} (details in {file.name})")
+    first = (str(error).splitlines() or [""])[0]
+    show_error(f"unexpected {type(error).__name__}: {first} (details in {file.name})")
     return FAILED
 
 

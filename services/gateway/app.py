@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 from services.gateway.routes import runs, tasks, trajectories, workers
 from services.gateway.service import Gateway
@@ -37,6 +38,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=_lifespan,
         routers=[runs.ROUTER, tasks.ROUTER, trajectories.ROUTER, workers.ROUTER],
         title="RollArt",
+        make=FastAPIOffline,
     )
     app.description = "Train language-model agents: submit recipes, watch runs, roll out tasks."
     return app

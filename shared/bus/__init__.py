@@ -48,8 +48,13 @@ class Bus:
         handler: Callable[[list[Delivery]], None],
         max_unacked: int = 1024,
         accept: Callable[[dict[str, bytes]], bool] | None = None,
+        drain_s: float = 2.0,
+        max_poll_interval_s: float = 300.0,
     ) -> Subscription:
-        """Join a group. `accept` sees the headers and may skip an event undecoded (it is acknowledged)."""
+        """Join a group. `accept` sees the headers and may skip an event undecoded (it is acknowledged).
+
+        `drain_s`: how long what is in hand may still be acknowledged once a partition is taken away.
+        """
         subscription = Subscription(
             self.settings,
             topics=topics,
@@ -60,6 +65,8 @@ class Bus:
             client_id=self._client_id,
             max_unacked=max_unacked,
             accept=accept,
+            drain_s=drain_s,
+            max_poll_interval_s=max_poll_interval_s,
         )
         self._subscriptions.append(subscription)
         self._supervisor.start_thread(f"subscription {group}", subscription.run, end=subscription.stop)

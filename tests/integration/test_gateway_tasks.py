@@ -92,7 +92,7 @@ async def test_what_a_task_names_must_exist(served: Served) -> None:
     own: dict[str, object] = {"environment": "frozenlake", "seeds": [1], "policy": run_id}
     assert fields(await post(served, "/v1/tasks", own | {"config": {"sise": 1}})) == ["config.sise"]
     assert fields(await post(served, "/v1/tasks", own | {"environment": "frozen"})) == ["environment"]
-    for change, field in [
+    changes: list[tuple[dict[str, object], str]] = [
         ({"seeds": []}, "seeds"),
         ({"seeds": [1, 1]}, "(whole input)"),
         ({"seeds": [-1]}, "(whole input)"),
@@ -107,7 +107,8 @@ async def test_what_a_task_names_must_exist(served: Served) -> None:
         ({"policy": "a/b"}, "policy"),
         ({"colour": 1}, "colour"),
         ({"max_tokens_per_turn": 512}, "max_tokens_per_turn"),
-    ]:
+    ]
+    for change, field in changes:
         assert field in fields(await post(served, "/v1/tasks", own | change)), change
 
 

@@ -64,6 +64,8 @@ class FrozenLake:
         """Rows and columns of the map."""
         ice: float = Field(0.8, ge=0.3, le=0.95)
         """Share of tiles that are not holes."""
+        trail: bool = True
+        """Name tiles that were walked on before."""
         is_slippery: bool = False
         """Gymnasium's slippery ice: two moves of three go sideways."""
 
@@ -116,7 +118,7 @@ class FrozenLake:
 
     def _tile(self, row: int, column: int) -> str:
         inside = 0 <= row < self._config.size and 0 <= column < self._config.size
-        if (row, column) in self._trail:
+        if self._config.trail and (row, column) in self._trail:
             return "trail"
         return _TILES[self._layout[row][column]] if inside else "edge"
 
