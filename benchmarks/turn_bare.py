@@ -117,7 +117,7 @@ def stage(source: str, target: str) -> None:
             continue
         for message in [first, *consumer.consume(127, 0)]:
             if message.error() is None:
-                producer.produce(PREFIX + target, transform(message.value()), message.key())
+                producer.produce(PREFIX + target, transform(message.value() or b""), message.key())
         producer.poll(0)
 
 
@@ -142,7 +142,7 @@ async def ask(levels: list[Level]) -> None:
             if first is None:
                 continue
             messages = [first, *consumer.consume(127, 0)]
-            replies = [Reply.model_validate_json(m.value()) for m in messages if m.error() is None]
+            replies = [Reply.model_validate_json(m.value() or b"") for m in messages if m.error() is None]
             loop.call_soon_threadsafe(resolve, replies)
 
     threading.Thread(target=read, daemon=True).start()

@@ -12,6 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pydantic import JsonValue
+
 from shared.errors import ConservationViolated, Internal
 from shared.events import TrajectoryScored
 from shared.recipe import Recipe
@@ -269,14 +271,14 @@ class Admission:
                 f"{sorted(set(self.open) - recorded_open)[:5]}"
             )
 
-    def ledger(self) -> dict[str, object]:
+    def ledger(self) -> dict[str, JsonValue]:
         """For the checkpoint: what a resumed run needs to go on without loss or repetition."""
         return {
-            "next_index": dict(self._next_index),
+            "next_index": {**self._next_index},
             "again": [[p.task, p.index, p.attempt, p.failures] for p in self._again],
             "open": [[g.prompt.task, g.prompt.index, g.prompt.attempt, g.prompt.failures]
                      for g in self.open.values()],
             "issued": self.issued,
             "trained": self.trained,
-            "dropped": dict(self.dropped),
+            "dropped": {**self.dropped},
         }  # fmt: skip

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from services.training.metrics_log import MetricsLog
-from shared.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord
 from shared.events import TrajectoryScored
+from shared.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord
 from shared.service import Context
 from shared.state import ProcessRecord, State
 from shared.summary import (
@@ -37,6 +37,8 @@ class Processes:
         self.counters: dict[str, float] = defaultdict(float)
         self.count: Counter[str] = Counter()
         """Service → processes alive at the last look."""
+        self._share: dict[tuple[str, float], float] = {}
+        self._live: dict[tuple[str, float], str] = {}
         self.restarts: dict[str, int] = {}
 
     async def begin(self) -> None:
@@ -48,21 +50,31 @@ class Processes:
     async def look(self) -> None:
         """Add what has been reported since."""
         live: Counter[str] = Counter()
-        for process in await self._state.processes():
+        found = await self._state.processes()
+        for process in found:
             key = process.process_id, process.started_at
             before = self._seen.get(key)
             self._seen[key] = process
+            if before is not None and process.updated_at > before.updated_at:
+                elapsed = process.updated_at - before.updated_at
+                self._share[key] = min(1.0, max(0.0, (process.busy_s - before.busy_s) / elapsed))
             live[process.service] += 1
             self.busy_s[process.service] += process.busy_s - (before.busy_s if before else 0.0)
             for name, value in process.counters.items():
                 self.counters[name] += value - (before.counters.get(name, 0.0) if before else 0.0)
         self.count = live
+        self._live = {(p.process_id, p.started_at): p.service for p in found}
         starts = await self._state.starts()
         self.restarts = {
             service: count - self._starts.get(service, 0)
             for service, count in starts.items()
             if count > self._starts.get(service, 0)
         }
+
+    def share(self, service: str) -> float:
+        """Busy share of a service's live processes."""
+        shares = [self._share.get(key, 0.0) for key, name in self._live.items() if name == service]
+        return sum(shares) / len(shares) if shares else 0.0
 
 
 class Journal:
@@ -74,8 +86,6 @@ class Journal:
         self._log = MetricsLog(folder)
         self.accepted_at = accepted_at
         self.processes = Processes(context.state)
-        self._busy_at: dict[str, float] = {}
-        self._looked_at = time.monotonic()
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
         self.errors: Counter[str] = Counter()
@@ -112,18 +122,9 @@ class Journal:
         self._lags[lag] += 1
 
     async def stage_shares(self) -> dict[str, float]:
-        """Service → share of the time since the last call that its processes were busy."""
+        """Service → share of the time in which its processes were busy, by their last two reports."""
         await self.processes.look()
-        now = time.monotonic()
-        elapsed = max(now - self._looked_at, 1e-6)
-        self._looked_at = now
-        shares = {}
-        for stage in _STAGES:
-            busy = self.processes.busy_s.get(stage, 0.0)
-            gained = busy - self._busy_at.get(stage, 0.0)
-            self._busy_at[stage] = busy
-            shares[stage] = min(1.0, max(0.0, gained / elapsed / max(self.processes.count[stage], 1)))
-        return shares
+        return {stage: self.processes.share(stage) for stage in _STAGES}
 
     async def summary(
         self, *, state: RunState, groups: Groups, push_s: float, version: int, tasks: list[str]

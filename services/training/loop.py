@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -21,13 +21,13 @@ from services.training import checkpoint
 from services.training.admission import Admission, Dropped
 from services.training.journal import Journal
 from services.training.publisher import PolicyPublisher
-from shared.records import StepRecord
 from services.training.rollouts import Issuer
 from services.training.trainer import StepStats, Trainer
 from shared import metrics
 from shared.errors import Internal, RollArtError
 from shared.events import TrajectoryScored
 from shared.recipe import Recipe
+from shared.records import StepRecord
 from shared.state import State
 
 _LOG = structlog.get_logger()
@@ -245,8 +245,8 @@ class TrainingLoop:
         await self._state.update_run(self._run_id, step=step, version=self.version)
 
 
-def _count(names: object) -> dict[str, int]:
-    return dict(Counter(names))  # type: ignore[call-overload, no-any-return]
+def _count(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names))
 
 
 def _per_task(members: Sequence[TrajectoryScored]) -> dict[str, dict[str, float]]:

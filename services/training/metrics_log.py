@@ -12,6 +12,7 @@ import structlog
 from pydantic import ValidationError
 from torch.utils.tensorboard import SummaryWriter
 
+from shared.archive import append_lines, read_lines
 from shared.records import (
     RECORD,
     AnyRecord,
@@ -20,7 +21,6 @@ from shared.records import (
     StepRecord,
     WarmStartRecord,
 )
-from shared.archive import append_lines, read_lines
 
 log = structlog.get_logger()
 

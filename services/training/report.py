@@ -17,8 +17,8 @@ import structlog
 from markupsafe import Markup
 
 from services.training.metrics_log import FILE, read_metrics
-from shared.records import EvaluationRecord, PhaseRecord, StepRecord, WarmStartRecord
 from services.training.report_plots import Plot, Points, Series, bars, lines, stacked
+from shared.records import EvaluationRecord, PhaseRecord, StepRecord, WarmStartRecord
 from shared.summary import Summary, TaskSummary, read_summary, write_atomically
 
 log = structlog.get_logger()

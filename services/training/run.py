@@ -21,7 +21,6 @@ from services.training import report, warm_start
 from services.training.journal import Journal
 from services.training.loop import TrainingLoop
 from services.training.publisher import PolicyPublisher
-from shared.records import EvaluationRecord, WarmStartRecord
 from services.training.rollouts import Campaign, Issuer
 from services.training.trainer import Trainer
 from shared.archive import TrajectoryArchive
@@ -29,6 +28,7 @@ from shared.bus import Delivery, Subscription
 from shared.errors import ConservationViolated, Internal, RollArtError
 from shared.events import RolloutRequested, Sampling, TrajectoryScored
 from shared.recipe import Recipe
+from shared.records import EvaluationRecord, WarmStartRecord
 from shared.service import Context
 from shared.summary import Groups, RunState, Summary, check_conservation, write_summary
 from shared.tokens import ChatTokenizer

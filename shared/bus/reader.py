@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import structlog
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from shared import metrics
 from shared.bus import codec
@@ -23,6 +24,12 @@ from shared.store import ObjectStore
 
 _LOG = structlog.get_logger()
 _IDLE_POLL_S = 0.25
+_OPEN_S = 15.0
+_AGAIN_S = 0.1
+_NOT_YET = (
+    KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC,
+)  # fmt: skip
 
 
 class PartitionReader:
@@ -58,11 +65,19 @@ class PartitionReader:
 
     def open(self) -> None:
         """Fix the starting offset. Blocks; raises Unavailable when the broker does not answer."""
-        try:
-            _, high = self._consumer.get_watermark_offsets(self._where, timeout=15)
-        except KafkaException as error:
-            self._consumer.close()
-            raise Unavailable(f"{self._where.topic}: {error}") from error
+        until = time.monotonic() + _OPEN_S
+        while True:
+            try:
+                _, high = self._consumer.get_watermark_offsets(self._where, timeout=_OPEN_S)
+                break
+            except KafkaException as error:
+                # A topic that was created just now has no leader for a moment.
+                if not error.args[0].retriable() and error.args[0].code() not in _NOT_YET:
+                    until = 0.0
+                if time.monotonic() > until:
+                    self._consumer.close()
+                    raise Unavailable(f"{self._where.topic}: {error}") from error
+                time.sleep(_AGAIN_S)
         self._where.offset = self._expected = high
         self._consumer.assign([self._where])
 

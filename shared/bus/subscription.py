@@ -238,8 +238,19 @@ class Subscription:
             self._consumer.pause(self._consumer.assignment())
             self._paused = True
         elif self._paused and unacked <= self._max_unacked * 4 // 5:
-            self._consumer.resume(self._consumer.assignment())
-            self._paused = False
+            self._resume()
+
+    def _resume(self) -> None:
+        self._consumer.resume(self._consumer.assignment())
+        self._paused = False
+        for (topic, number), partition in list(self._partitions.items()):
+            if partition.expected is not None:
+                # To where it stands: librdkafka looks at a resumed partition only within a second, but at one
+                # that is sought at once.
+                try:
+                    self._consumer.seek(TopicPartition(topic, number, partition.expected))
+                except KafkaException as error:
+                    _LOG.debug("seek refused", group=self.group, partition=number, error=str(error))
 
     def _commit(self) -> None:
         self._commit_offsets(list(self._partitions), asynchronous=not self._stopping.is_set())

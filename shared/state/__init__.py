@@ -29,7 +29,6 @@ from shared.state.records import (
     ProcessRecord,
     Record,
     RunRecord,
-    RunState,
     TaskRecord,
     WorkerRecord,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "ProcessRecord",
     "Record",
     "RunRecord",
-    "RunState",
     "State",
     "TaskRecord",
     "WorkerRecord",

@@ -91,8 +91,9 @@ async def until(condition: Callable[[], object], *, seconds: float = 30) -> None
 
 
 async def joined(*subscriptions: Subscription, partitions: int) -> None:
-    """Wait until they share so many partitions between them."""
-    await until(lambda: sorted(n for s in subscriptions for n in s.partitions) == list(range(partitions)))
+    """Wait until they share so many partitions evenly."""
+    share = partitions // len(subscriptions)
+    await until(lambda: all(len(s.partitions) == share for s in subscriptions))
 
 
 def committed(kafka: KafkaSettings, group: str, topic: str) -> dict[int, int]:
