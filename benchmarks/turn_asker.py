@@ -7,6 +7,8 @@ import json
 import sys
 import time
 
+import uvloop
+
 from benchmarks.turn_load import NEW_TOKENS, PROMPT, Level, measure
 from services.environment.turns import TurnClient
 from shared.bus import Bus
@@ -31,8 +33,13 @@ async def ask(levels: list[Level]) -> None:
         client = TurnClient(bus, state, asker="bench-asker", try_deadline_s=30.0)
         await client.start(supervisor)
 
+        sampling = Sampling(max_tokens=NEW_TOKENS)
+        # A trace is made once for a trajectory, not for each of its turns.
+        traceparent = root_traceparent("bench")
+
         async def turn(trajectory: str) -> None:
-            request = TurnRequested.model_construct(
+            deadline = time.time() + 60
+            request = TurnRequested(
                 run_id="bench",
                 trajectory_id=trajectory,
                 attempt=0,
@@ -40,17 +47,17 @@ async def ask(levels: list[Level]) -> None:
                 task="bench",
                 policy=POLICY,
                 prompt_ids=PROMPT,
-                sampling=Sampling(max_tokens=NEW_TOKENS),
+                sampling=sampling,
                 context_window=4096,
-                deadline=time.time() + 60,
-                try_deadline=0.0,
-                asker="",
-                reply_partition=-1,
+                deadline=deadline,
+                try_deadline=client.try_deadline(deadline),
+                asker=client.asker,
+                reply_partition=client.partition,
                 last_worker=None,
                 affinity=None,
                 min_version=0,
             )
-            await client.ask(request, traceparent=root_traceparent(trajectory))
+            await client.ask(request, traceparent=traceparent)
 
         await turn("bench/first.0#0")
         for level in levels:
@@ -60,4 +67,5 @@ async def ask(levels: list[Level]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(ask([Level(*item) for item in json.loads(sys.argv[1])]))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(ask([Level(*item) for item in json.loads(sys.argv[1])]))

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+import uvloop
 from confluent_kafka import Consumer, Producer, TopicPartition
 from pydantic import BaseModel, ConfigDict
 
@@ -170,6 +171,7 @@ async def ask(levels: list[Level]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
-        asyncio.run(ask([Level(*item) for item in json.loads(sys.argv[2])]))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(ask([Level(*item) for item in json.loads(sys.argv[2])]))
     else:
         stage(sys.argv[1], sys.argv[2])

@@ -23,6 +23,7 @@ from typing import NoReturn, cast
 import setproctitle
 import structlog
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from shared.embedded import leash
@@ -92,7 +93,8 @@ def serve(services: Sequence[str], settings: Settings, *, apps: Mapping[str, str
     signal.signal(signal.SIGTERM, _exit_quietly)
     setproctitle.setproctitle(f"rollart serve {' '.join(ordered)}")
     hosted = [_prepare(name, apps[name], settings, first=name == ordered[0]) for name in ordered]
-    return asyncio.run(_Host(hosted, settings).run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Host(hosted, settings).run())
 
 
 def _obey_launcher(settings: Settings) -> None:

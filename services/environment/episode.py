@@ -26,6 +26,7 @@ from shared.events import (
     FinishReason,
     Message,
     RolloutRequested,
+    Sampling,
     TrajectoryCompleted,
     TrajectoryStatus,
     TurnGenerated,
@@ -163,9 +164,10 @@ class Episode:
         tokenizer = policy.tokenizer
         self._record.add_context(tokenizer.opening_ids(observation))
         self._record.messages.append(Message(role="user", content=observation))
+        sampling = self._rollout.sampling.model_copy(update={"stop_token_ids": tuple(tokenizer.end_ids)})
         for number in range(self._rollout.max_turns):
             self._check_fresh(policy)
-            action, generated = await self._act(policy, number)
+            action, generated = await self._act(policy, sampling, number)
             if generated.finish_reason is FinishReason.CONTEXT:
                 raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")
             observation = await self._step(environment, action)
@@ -179,27 +181,34 @@ class Episode:
         if limit is not None and policy.version - self._start_version > limit:
             raise _Ended(TrajectoryStatus.ABORTED, "stale")
 
-    async def _act(self, policy: PolicyView, number: int) -> tuple[str, TurnGenerated]:
+    async def _act(
+        self, policy: PolicyView, sampling: Sampling, number: int
+    ) -> tuple[str, TurnGenerated]:
         rollout, record = self._rollout, self._record
         if len(record.token_ids) >= rollout.context_window:
             raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")
         began = time.perf_counter()
-        turn = TurnRequested.model_construct(
+        turns = self._player.turns
+        deadline = min(rollout.deadline, time.time() + self._player.settings.turn_deadline_s)
+        turn = TurnRequested(
             run_id=rollout.run_id,
             trajectory_id=rollout.trajectory_id,
             attempt=rollout.attempt,
             turn=number,
             task=rollout.task,
             policy=rollout.policy,
-            prompt_ids=list(record.token_ids),
-            sampling=rollout.sampling.model_copy(update={"stop_token_ids": tuple(policy.tokenizer.end_ids)}),
+            prompt_ids=record.token_ids,
+            sampling=sampling,
             context_window=rollout.context_window,
             min_version=self._start_version,
-            deadline=min(rollout.deadline, time.time() + self._player.settings.turn_deadline_s),
+            deadline=deadline,
+            try_deadline=turns.try_deadline(deadline),
+            asker=turns.asker,
+            reply_partition=turns.partition,
             last_worker=self._last_worker,
             affinity=rollout.affinity,
         )
-        generated = await self._player.turns.ask(turn, traceparent=self.traceparent)
+        generated = await turns.ask(turn, traceparent=self.traceparent)
         wait_s = time.perf_counter() - began
         metrics.TURN_SECONDS.labels(rollout.task).observe(wait_s)
         self._last_worker = generated.worker_id

@@ -84,21 +84,17 @@ class TurnClient:
             await asyncio.sleep(_LEASE_S / 3)
             await self._state.acquire_lease(self._lease_name(self.partition), self.asker, ttl_s=_LEASE_S)
 
+    def try_deadline(self, deadline: float) -> float:
+        """Of a try that begins now, in a turn with this deadline."""
+        return min(deadline, time.time() + self._try_deadline_s)
+
     async def ask(self, turn: TurnRequested, *, traceparent: str = "") -> TurnGenerated:
-        """The sampled turn; `asker`, `reply_partition` and the try's number and deadline are filled in here.
+        """The sampled turn. `turn` is the first try, with our `asker` and `partition` in it.
 
         Raises DeadlineExceeded after the turn's deadline, or the error that the worker answered with.
         """
         key = (turn.trajectory_id, turn.attempt, turn.turn)
-        first = turn.model_copy(
-            update={
-                "asker": self.asker,
-                "reply_partition": self.partition,
-                "try_number": 0,
-                "try_deadline": min(turn.deadline, time.time() + self._try_deadline_s),
-            }
-        )
-        asked = _Asked(first, traceparent, asyncio.get_running_loop().create_future())
+        asked = _Asked(turn, traceparent, asyncio.get_running_loop().create_future())
         self._asked[key] = asked
         try:
             self._publish(asked)

@@ -276,7 +276,7 @@ class Worker:
         self.tokens_sampled += len(result.token_ids)
         _SAMPLED.inc(len(result.token_ids))
         _CACHED.inc(result.cached_tokens)
-        generated = TurnGenerated.model_construct(
+        generated = TurnGenerated(
             run_id=turn.run_id,
             trajectory_id=turn.trajectory_id,
             attempt=turn.attempt,
@@ -290,7 +290,7 @@ class Worker:
             versions=result.versions,
             finish_reason=result.finish_reason,
             cached_tokens=result.cached_tokens,
-            timings=TurnTimings.model_construct(
+            timings=TurnTimings(
                 queued_s=result.queued_s, prefill_s=result.prefill_s, decode_s=result.decode_s
             ),
         )

@@ -73,7 +73,7 @@ class Dispatch:
     def _send(
         self, delivery: Delivery, turn: TurnRequested, worker: WorkerRecord, now: float, fallback: bool
     ) -> None:
-        request = GenerateRequested.model_construct(
+        request = GenerateRequested(
             turn=turn,
             worker_id=worker.worker_id,
             device_class=worker.device_class,

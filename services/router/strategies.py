@@ -35,6 +35,8 @@ class LeastLoaded:
 
     def choose(self, turn: TurnRequested, candidates: Sequence[Candidate]) -> Candidate:
         """Ties go to the first by id, so that the choice is repeatable."""
+        if len(candidates) == 1:
+            return candidates[0]
         return min(candidates, key=lambda c: (c.load, c.worker.worker_id))
 
 

@@ -51,7 +51,13 @@ class Undecodable(Invalid):
 
 def common_settings(settings: KafkaSettings, client_id: str) -> dict[str, str | int | bool]:
     """What every client of ours sets."""
-    return {"bootstrap.servers": settings.bootstrap, "client.id": client_id, "log_level": 3}
+    return {
+        "bootstrap.servers": settings.bootstrap,
+        "client.id": client_id,
+        "log_level": 3,
+        # A broker that comes back is noticed at once, not after the default's ten seconds.
+        "reconnect.backoff.max.ms": 1000,
+    }
 
 
 def fetch_bytes(settings: KafkaSettings) -> int:
@@ -67,7 +73,7 @@ def encode(event: Event, *, run_id: str, traceparent: str, purpose: str) -> tupl
     if traceparent:
         headers.append(("traceparent", traceparent.encode()))
     try:
-        return event.model_dump_json().encode(), headers
+        return bytes(event.__pydantic_serializer__.to_json(event)), headers
     except (PydanticSerializationError, UnicodeEncodeError) as error:
         raise Invalid(f"{type(event).__name__} cannot be encoded: {error}") from error
 

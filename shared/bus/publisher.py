@@ -124,7 +124,8 @@ class Publisher:
                 if error.args[0].fatal():
                     self._fail(topic, error.args[0])
                 raise Unavailable(f"{full}: {error}") from error
-        self._reports_due.set()
+        if not self._reports_due.is_set():
+            self._reports_due.set()
         count = self._counts.get(topic)
         if count is None:
             count = self._counts[topic] = metrics.EVENTS_PUBLISHED.labels(topic)

@@ -93,7 +93,7 @@ def test_the_player_is_told_what_lies_around_it() -> None:
     environment = lake()
     environment.reset(seed=0, split="train")
     environment._layout = ("SFFF", "FHFF", "FFFF", "FFFG")
-    assert environment._describe() == "left edge\ndown ice\nright ice\nup edge\nrow 0, column 0"
+    assert environment._describe() == "left edge\ndown ice\nright ice\nup edge\ngoal down right"
 
 
 def test_the_player_sees_its_trail() -> None:

@@ -34,6 +34,7 @@ class InstantEngine:
         self._vocab_size = vocab_size
         self._max_batch = max_batch
         self._version = 0
+        self._scripts: dict[int, tuple[list[int], list[float]]] = {}
         self._waiting: dict[str, tuple[EngineRequest, float]] = {}
 
     @classmethod
@@ -107,20 +108,30 @@ class InstantEngine:
     def forget(self, session: str) -> None:
         """Nothing is kept."""
 
+    def _script(self, count: int) -> tuple[list[int], list[float]]:
+        """Ids and log-probabilities of a reply of so many tokens; made once for each length."""
+        known = self._scripts.get(count)
+        if known is None:
+            last = self._vocab_size - 1
+            token_ids = [min(1 + i % max(1, last), last) for i in range(count)]
+            known = self._scripts[count] = (token_ids, [-0.1234567 * (i + 1) for i in range(count)])
+        return known
+
     def _answer(self, request: EngineRequest, added_at: float, *, now: float) -> EngineResult:
         sampling = request.sampling
         room = min(request.context_window, self._window) - len(request.prompt_ids)
         count = min(sampling.max_tokens, room)
-        token_ids = [1 + i % max(1, self._vocab_size - 1) for i in range(count)]
-        token_ids = [min(token, self._vocab_size - 1) for token in token_ids]
+        token_ids, logprobs = self._script(count)
         reason = FinishReason.CONTEXT if count == room else FinishReason.LENGTH
-        stop = next((i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)
-        if stop is not None:
-            token_ids, reason = token_ids[: stop + 1], FinishReason.STOP
+        if sampling.stop_token_ids:
+            stops = sampling.stop_token_ids
+            stop = next((i for i, token in enumerate(token_ids) if token in stops), None)
+            if stop is not None:
+                token_ids, logprobs, reason = token_ids[: stop + 1], logprobs[: stop + 1], FinishReason.STOP
         return EngineResult(
             request_id=request.request_id,
             token_ids=token_ids,
-            logprobs=[-0.1234567 * (i + 1) for i in range(len(token_ids))],
+            logprobs=logprobs,
             versions=[(self._version, len(token_ids))],
             finish_reason=reason,
             cached_tokens=0,
