@@ -35,6 +35,8 @@ from shared.settings import Group, Settings
 MIN_FREE_BYTES = 500_000_000
 _READY_S = 120.0
 _POLL_S = 0.1
+_ANSWERING = ("reward", "router", "generation")
+"""Services that the others ask: stopped after them."""
 
 log = structlog.get_logger()
 
@@ -148,18 +150,23 @@ class Launcher:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Callers first, then those they call, then Redis and Kafka; each within the grace. Idempotent."""
+        """Those that ask first, then those that answer them, then Redis and Kafka; each within the grace.
+        Idempotent."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         services = [self._children[name] for name in APPS if name in self._children]
         services += [child for name, child in self._children.items() if name not in (*APPS, "redis", "kafka")]
+        asking = [child for child in services if child.name not in _ANSWERING]
         limits: dict[str, float] = {}
-        for child in services:
-            child.terminate()
-            limits[child.name] = time.monotonic() + self.settings.http.grace_s + 1
-            # One that takes its time does not hold up the next for longer than this.
-            await self._ended(child, min(limits[child.name], time.monotonic() + 2))
+        for wave in (asking, [child for child in services if child not in asking]):
+            for child in wave:
+                child.terminate()
+                limits[child.name] = time.monotonic() + self.settings.http.grace_s + 1
+            # A wave that takes its time does not hold up the next for longer than this.
+            soon = time.monotonic() + 2
+            for child in wave:
+                await self._ended(child, min(limits[child.name], soon))
         for child in services:
             await self._end(child, limits[child.name])
         for name in ("redis", "kafka"):

@@ -15,7 +15,6 @@ from shared.events import Role, Split, TrajectoryStatus
 from shared.recipe import Float, Int, Name
 from shared.summary import RunState
 
-
 TERMINAL: frozenset[str] = frozenset({"finished", "failed", "cancelled"})
 MAX_ROLLOUTS = 10_000
 """Rollouts of one task at most."""

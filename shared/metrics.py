@@ -34,6 +34,7 @@ LATE_REPLIES = Counter("rollart_late_replies", "Replies of an earlier try, or to
 # Router
 ASSIGNMENTS = Counter("rollart_assignments", "Turns assigned", ["task", "device_class", "fallback", "sticky"])
 TURNS_WAITING = Gauge("rollart_turns_waiting", "Turns that wait for a live worker")
+WORKERS_EJECTED = Counter("rollart_workers_ejected", "Workers that let a try pass and answered nobody")
 TURNS_EXPIRED = Counter("rollart_turns_expired", "Turns dropped after their try deadline", ["where"])
 
 # Generation
@@ -45,6 +46,7 @@ KV_USAGE = Gauge("rollart_kv_usage", "Share of KV slots in use, 0 to 1")
 POLICY_VERSION = Gauge("rollart_policy_version", "Newest policy version live in this process")
 WEIGHT_LOADS = Counter("rollart_weight_loads", "Weight loads", ["outcome"])
 WEIGHT_SECONDS = Counter("rollart_weight_seconds", "Seconds of weight transfer", ["part"])
+TURNS_FAILED = Counter("rollart_turns_failed", "Turns that a worker answered with an error", ["code"])
 TURNS_ABORTED = Counter("rollart_turns_aborted", "Turns aborted in the engine", ["reason"])
 
 # Reward

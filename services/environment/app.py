@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 
@@ -18,6 +19,9 @@ from shared.events import RolloutRequested, TrajectoryStatus
 from shared.service import Context
 from shared.settings import Settings
 from shared.topics import ROLLOUTS, TRAJECTORIES
+
+_CLOSE_S = 2.0
+"""For environments that are being closed when the process stops."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -34,21 +38,33 @@ async def _lifespan(context: Context) -> AsyncIterator[Stage]:
     await turns.start(context.supervisor)
     policies = Policies(context.state, context.store)
     context.supervisor.start("follow policies", policies.follow)
-    player = EpisodePlayer(turns, policies, DaemonPool(settings.threads), settings)
+    pool = DaemonPool(settings.threads)
+    player = EpisodePlayer(turns, policies, pool, settings)
     stage = Stage(context, player)
     context.supervisor.start("watch aborts", stage.watch_aborts)
     context.status = lambda: {
         "episodes": len(stage.running),
+        "threads_abandoned": pool.abandoned,
         "turn_retries": turns.retries,
         "late_replies": turns.late_replies,
         "reply_partition": turns.partition,
     }
     context.bus.subscribe(
-        [ROLLOUTS], group="environment", handler=stage.handle, max_unacked=settings.concurrency
+        [ROLLOUTS], group="environment", handler=stage.handle, max_unacked=settings.concurrency, relaxed=True
     )
     yield stage
     await stage.stop()
     await turns.stop()
+
+
+@dataclass(slots=True, eq=False)
+class _Playing:
+    """An episode in progress."""
+
+    rollout: RolloutRequested
+    deliveries: list[Delivery]
+    """All that asked for this trajectory: after a rebalance the same request may come once more."""
+    task: asyncio.Task[None] | None = None
 
 
 class Stage:
@@ -57,21 +73,35 @@ class Stage:
     def __init__(self, context: Context, player: EpisodePlayer) -> None:
         self._context = context
         self._player = player
-        self.running: dict[asyncio.Task[None], RolloutRequested] = {}
+        self._stopping = False
+        self.running: dict[str, _Playing] = {}
+        """By trajectory id."""
 
     def handle(self, deliveries: Sequence[Delivery]) -> None:
         """A batch from `rollouts`. Acknowledged when the trajectory is in the broker."""
+        if self._stopping:
+            return
         for delivery in deliveries:
             rollout = delivery.event
             assert isinstance(rollout, RolloutRequested)
-            task = asyncio.create_task(self._play(delivery, rollout))
-            self.running[task] = rollout
-            task.add_done_callback(lambda done: self.running.pop(done, None))
+            known = self.running.get(rollout.trajectory_id)
+            if known is not None:
+                known.deliveries.append(delivery)
+                continue
+            playing = self.running[rollout.trajectory_id] = _Playing(rollout, [delivery])
+            playing.task = asyncio.create_task(self._play(playing, delivery.traceparent))
         metrics.EPISODES_RUNNING.set(len(self.running))
 
-    async def _play(self, delivery: Delivery, rollout: RolloutRequested) -> None:
+    async def _play(self, playing: _Playing, traceparent: str) -> None:
+        rollout, deliveries = playing.rollout, playing.deliveries
+
+        def ack() -> None:
+            for delivery in deliveries:
+                delivery.ack()
+
         try:
-            completed = await self._player.play(rollout, traceparent=delivery.traceparent)
+            completed = await self._player.play(rollout, traceparent=traceparent)
+            del self.running[rollout.trajectory_id]
             if completed.status is TrajectoryStatus.FAILED:
                 self._context.count(f"episode_{completed.reason}")
             self._context.bus.publish(
@@ -80,25 +110,32 @@ class Stage:
                 key=completed.group_id,
                 run_id=completed.run_id,
                 purpose=completed.purpose,
-                traceparent=delivery.traceparent,
-                on_delivered=delivery.ack,
+                traceparent=traceparent,
+                on_delivered=ack,
             )
         except Exception as error:
-            delivery.fail(error)
+            for delivery in deliveries:
+                delivery.fail(error)
+        finally:
+            if self.running.get(rollout.trajectory_id) is playing:
+                del self.running[rollout.trajectory_id]
+            metrics.EPISODES_RUNNING.set(len(self.running))
 
     async def watch_aborts(self) -> None:
         """Loop. Consumes aborts of runs; ends their episodes; woken by the hint `aborts` or every second."""
         while True:
-            runs = {rollout.run_id for rollout in self.running.values()}
+            runs = {playing.rollout.run_id for playing in self.running.values()}
             self._player.aborted = await self._context.state.aborted(sorted(runs))
-            for task, rollout in list(self.running.items()):
-                if rollout.run_id in self._player.aborted:
-                    task.cancel()
+            for playing in list(self.running.values()):
+                if playing.rollout.run_id in self._player.aborted and playing.task is not None:
+                    playing.task.cancel()
             await self._context.state.wait_hint("aborts")
 
     async def stop(self) -> None:
         """Drop what is in hand: it was not acknowledged, another member plays it."""
-        tasks = list(self.running)
+        self._stopping = True
+        tasks = [playing.task for playing in self.running.values() if playing.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._player.stop(within_s=_CLOSE_S)

@@ -15,12 +15,13 @@ from typing import TypeVar
 import structlog
 from pydantic import BaseModel
 
+from services.environment.guard import EnvironmentBroke, checked_step, checked_text, guarded, opened
 from services.environment.policies import Policies, PolicyView
 from services.environment.protocol import Demonstrator, Environment
 from services.environment.threads import DaemonPool
 from services.environment.turns import TurnClient
 from shared import metrics, registry, telemetry
-from shared.errors import RollArtError
+from shared.errors import DeadlineExceeded, RollArtError
 from shared.events import (
     CONTEXT_VERSION,
     FinishReason,
@@ -36,6 +37,8 @@ from shared.events import (
 from shared.settings import EnvironmentSettings
 
 _LOG = structlog.get_logger()
+_CLOSE_S = 5.0
+"""A blocking environment that takes longer to close is left to itself."""
 T = TypeVar("T")
 
 
@@ -84,6 +87,7 @@ class EpisodePlayer:
         self.pool = pool
         self.settings = settings
         self._configs: dict[str, tuple[type[Environment], BaseModel]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.aborted: dict[str, str] = {}
         """Runs whose episodes end now, and why: their tasks are cancelled."""
 
@@ -93,26 +97,26 @@ class EpisodePlayer:
         episode = Episode(rollout, self)
         span = telemetry.span("episode", traceparent)
         episode.traceparent = telemetry.traceparent_of(span, traceparent)
+        limit = asyncio.timeout(max(rollout.deadline - started, 0.001))
         try:
-            async with asyncio.timeout(max(rollout.deadline - started, 0.001)):
+            async with limit:
                 await episode.run()
             raise AssertionError("an episode ends by raising")
         except _Ended as end:
             status, reason = end.status, end.reason
-        except TimeoutError:
-            status, reason = TrajectoryStatus.ABORTED, "deadline"
         except asyncio.CancelledError:
             if rollout.run_id not in self.aborted:
                 raise
             status, reason = TrajectoryStatus.ABORTED, self.aborted[rollout.run_id]
-        except RollArtError as error:
-            status, reason = TrajectoryStatus.FAILED, f"generation_{error.code}"
-            _LOG.warning("episode failed", trajectory=rollout.trajectory_id, error=error.message)
         except Exception as error:
-            status, reason = TrajectoryStatus.FAILED, "environment_error"
-            _LOG.warning(
-                "episode failed", trajectory=rollout.trajectory_id, error=repr(error), exc_info=error
-            )
+            late = isinstance(error, DeadlineExceeded) and time.time() >= rollout.deadline
+            if limit.expired() or late:
+                status, reason = TrajectoryStatus.ABORTED, "deadline"
+            else:
+                status, reason = TrajectoryStatus.FAILED, _reason(error)
+                _LOG.warning(
+                    "episode failed", trajectory=rollout.trajectory_id, reason=reason, exc_info=error
+                )
         finally:
             episode.close()
             span.end()
@@ -131,6 +135,31 @@ class EpisodePlayer:
         instance: Environment = kind(config)  # type: ignore[call-arg]
         return instance
 
+    def close_in_thread(self, close: Callable[[], None], *, task: str) -> None:
+        """Close a blocking environment without waiting for it."""
+        closing = asyncio.create_task(self._close(close, task))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close(self, close: Callable[[], None], task: str) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.pool.call(close)
+        except Exception as error:
+            _LOG.warning("environment did not close", task=task, error=repr(error))
+
+    async def stop(self, *, within_s: float) -> None:
+        """Let environments that are being closed finish."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=within_s)
+
+
+def _reason(error: Exception) -> str:
+    """Why a trajectory failed, as a word to count by."""
+    if isinstance(error, EnvironmentBroke):
+        return error.reason
+    return f"generation_{error.code}" if isinstance(error, RollArtError) else "internal_error"
+
 
 class Episode:
     """One episode in progress."""
@@ -141,6 +170,7 @@ class Episode:
         self._player = player
         self._record = _Record()
         self._environment: Environment | None = None
+        self._blocking = False
         self._start_version = 0
         self._reset_s = 0.0
         self._last_worker: str | None = None
@@ -148,9 +178,12 @@ class Episode:
     async def run(self) -> None:
         """Reset, then turns until the end. Always raises: `_Ended` or an error."""
         rollout = self._rollout
-        self._environment = environment = self._player.environment(rollout)
+        self._environment = environment = opened(lambda: self._player.environment(rollout))
+        self._blocking = guarded(lambda: bool(environment.blocking))
         began = time.perf_counter()
-        observation = await self._call(lambda: environment.reset(seed=rollout.seed, split=rollout.split))
+        observation = await self._call(
+            lambda: checked_text(environment.reset(seed=rollout.seed, split=rollout.split))
+        )
         self._reset_s = time.perf_counter() - began
         metrics.ENV_RESET_SECONDS.labels(rollout.task).observe(self._reset_s)
         if rollout.actor == "scripted":
@@ -162,8 +195,7 @@ class Episode:
         policy = await self._player.policies.view(self._rollout.policy)
         self._start_version = policy.version
         tokenizer = policy.tokenizer
-        self._record.add_context(tokenizer.opening_ids(observation))
-        self._record.messages.append(Message(role="user", content=observation))
+        self._observe(observation, tokenizer.opening_ids(observation))
         sampling = self._rollout.sampling.model_copy(update={"stop_token_ids": tuple(tokenizer.end_ids)})
         for number in range(self._rollout.max_turns):
             self._check_fresh(policy)
@@ -172,21 +204,23 @@ class Episode:
                 raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")
             observation = await self._step(environment, action)
             ended = generated.token_ids[-1] in tokenizer.end_ids
-            self._record.add_context(tokenizer.turn_ids(observation, ended=ended))
-            self._record.messages.append(Message(role="user", content=observation))
+            self._observe(observation, tokenizer.turn_ids(observation, ended=ended))
         raise _Ended(TrajectoryStatus.TRUNCATED, "turn_limit")
+
+    def _observe(self, observation: str, ids: list[int]) -> None:
+        """One more user message. One that leaves no room for an answer ends the episode, untokenised."""
+        self._record.messages.append(Message(role="user", content=observation))
+        if len(self._record.token_ids) + len(ids) >= self._rollout.context_window:
+            raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")
+        self._record.add_context(ids)
 
     def _check_fresh(self, policy: PolicyView) -> None:
         limit = self._rollout.max_staleness
         if limit is not None and policy.version - self._start_version > limit:
             raise _Ended(TrajectoryStatus.ABORTED, "stale")
 
-    async def _act(
-        self, policy: PolicyView, sampling: Sampling, number: int
-    ) -> tuple[str, TurnGenerated]:
+    async def _act(self, policy: PolicyView, sampling: Sampling, number: int) -> tuple[str, TurnGenerated]:
         rollout, record = self._rollout, self._record
-        if len(record.token_ids) >= rollout.context_window:
-            raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")
         began = time.perf_counter()
         turns = self._player.turns
         deadline = min(rollout.deadline, time.time() + self._player.settings.turn_deadline_s)
@@ -212,6 +246,9 @@ class Episode:
         wait_s = time.perf_counter() - began
         metrics.TURN_SECONDS.labels(rollout.task).observe(wait_s)
         self._last_worker = generated.worker_id
+        if not generated.token_ids:
+            # The model's own window is smaller than the rollout's, and full.
+            raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")
         action = policy.tokenizer.action_text(generated.token_ids)
         record.messages.append(Message(role="assistant", content=action))
         record.turns.append(
@@ -231,7 +268,7 @@ class Episode:
     async def _step(self, environment: Environment, action: str) -> str:
         """The next observation; raises `_Ended` where there is none."""
         began = time.perf_counter()
-        step = await self._call(lambda: environment.step(action))
+        step = await self._call(lambda: checked_step(environment.step(action)))
         env_s = time.perf_counter() - began
         metrics.ENV_STEP_SECONDS.labels(self._rollout.task).observe(env_s)
         turns = self._record.turns
@@ -245,11 +282,14 @@ class Episode:
     async def _run_scripted(self, environment: Environment, observation: str) -> None:
         rollout, record = self._rollout, self._record
         if not isinstance(environment, Demonstrator):
-            raise RollArtError(f"environment {rollout.environment!r} has no scripted play")
+            message = f"environment {rollout.environment!r} has no scripted play"
+            raise EnvironmentBroke(message, reason="environment_not_scripted")
         rng = random.Random(f"{rollout.trajectory_id}/{rollout.seed}")
         record.messages.append(Message(role="user", content=observation))
         for _ in range(rollout.max_turns):
-            action = environment.scripted_action(rng, skill=rollout.skill)
+            action = await self._call(
+                lambda: checked_text(environment.scripted_action(rng, skill=rollout.skill))
+            )
             record.messages.append(Message(role="assistant", content=action))
             record.turns.append(TurnRecord(start=0, sampled=0))
             observation = await self._step(environment, action)
@@ -259,18 +299,21 @@ class Episode:
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Blocking environments run in threads, others right here."""
-        assert self._environment is not None
-        if self._environment.blocking:
-            return await self._player.pool.call(function)
-        return function()
+        if self._blocking:
+            return await self._player.pool.call(lambda: guarded(function))
+        return guarded(function)
 
     def close(self) -> None:
         """Release the environment; a failure to do so is logged, not raised."""
-        if self._environment is None:
+        environment = self._environment
+        if environment is None:
+            return
+        if self._blocking:
+            self._player.close_in_thread(lambda: guarded(environment.close), task=self._rollout.task)
             return
         try:
-            self._environment.close()
-        except Exception as error:
+            guarded(environment.close)
+        except EnvironmentBroke as error:
             _LOG.warning("environment did not close", task=self._rollout.task, error=repr(error))
 
     def completed(self, status: TrajectoryStatus, reason: str, started: float) -> TrajectoryCompleted:

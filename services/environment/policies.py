@@ -21,9 +21,11 @@ class PolicyView:
 
 
 def split_reference(reference: str) -> tuple[str, int | None]:
-    """`name@12` → name and 12; `name` → name and None."""
-    name, _, version = reference.partition("@")
-    return name, int(version) if version else None
+    """`name@12` → name and 12; `name` → name and None. Raises NotFound for a version that is no number."""
+    name, at, version = reference.partition("@")
+    if at and not (version.isascii() and version.isdigit()):
+        raise NotFound(f"policy {reference!r}: a version is a number")
+    return name, int(version) if at else None
 
 
 class Policies:

@@ -17,7 +17,7 @@ import structlog
 
 from shared import errors, metrics
 from shared.bus import Bus
-from shared.errors import DeadlineExceeded, Problem, ProblemDetail
+from shared.errors import Conflict, DeadlineExceeded, Problem, ProblemDetail
 from shared.events import Event, TurnFailed, TurnGenerated, TurnRequested
 from shared.state import State
 from shared.supervisor import Supervisor
@@ -91,17 +91,19 @@ class TurnClient:
     async def ask(self, turn: TurnRequested, *, traceparent: str = "") -> TurnGenerated:
         """The sampled turn. `turn` is the first try, with our `asker` and `partition` in it.
 
-        Raises DeadlineExceeded after the turn's deadline, or the error that the worker answered with.
+        Raises DeadlineExceeded after the turn's deadline, Conflict where the same turn is being asked, or the
+        error that the worker answered with.
         """
         key = (turn.trajectory_id, turn.attempt, turn.turn)
+        if key in self._asked:
+            raise Conflict(f"turn {turn.turn} of {turn.trajectory_id} is being asked already")
         asked = _Asked(turn, traceparent, asyncio.get_running_loop().create_future())
         self._asked[key] = asked
         try:
             self._publish(asked)
             return await asked.answer
         finally:
-            if self._asked.get(key) is asked:
-                del self._asked[key]
+            del self._asked[key]
 
     def _publish(self, asked: _Asked) -> None:
         turn = asked.turn

@@ -37,6 +37,7 @@ class TaskResults:
             group=GROUP,
             handler=self._waiting.put_nowait,
             accept=lambda headers: headers.get("purpose") == _PURPOSE,
+            relaxed=True,
         )
 
     async def run(self) -> None:

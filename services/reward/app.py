@@ -17,6 +17,8 @@ from shared.settings import Settings
 from shared.topics import SAMPLES, TRAJECTORIES
 
 _MAX_UNACKED = 2048
+_FINISH_S = 2.0
+"""For gradings in hand when the process stops."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -33,7 +35,9 @@ async def _lifespan(context: Context) -> AsyncIterator[Stage]:
         "scored": stage.scored,
         "unscored": stage.unscored,
     }
-    context.bus.subscribe([TRAJECTORIES], group="reward", handler=stage.handle, max_unacked=_MAX_UNACKED)
+    context.bus.subscribe(
+        [TRAJECTORIES], group="reward", handler=stage.handle, max_unacked=_MAX_UNACKED, relaxed=True
+    )
     yield stage
     await stage.stop()
     scoring.close()
@@ -45,12 +49,15 @@ class Stage:
     def __init__(self, context: Context, scoring: Scoring) -> None:
         self._context = context
         self._scoring = scoring
+        self._stopping = False
         self.running: set[asyncio.Task[None]] = set()
         self.scored = 0
         self.unscored = 0
 
     def handle(self, deliveries: Sequence[Delivery]) -> None:
         """A batch from `trajectories`. Acknowledged when the score is in the broker."""
+        if self._stopping:
+            return
         for delivery in deliveries:
             task = asyncio.create_task(self._score(delivery))
             self.running.add(task)
@@ -82,7 +89,10 @@ class Stage:
         )
 
     async def stop(self) -> None:
-        """Drop what is in hand: it was not acknowledged, another member scores it."""
+        """Finish what is in hand; the rest was not acknowledged, another member scores it."""
+        self._stopping = True
+        if self.running:
+            await asyncio.wait(self.running, timeout=_FINISH_S)
         for task in list(self.running):
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)

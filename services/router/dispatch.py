@@ -2,7 +2,8 @@
 
 The device class comes from the task's affinity; the worker from the strategy; the partition is one that
 the worker owns. Workers are known from their heartbeats in Redis: one whose heartbeat has expired is
-never chosen. A turn that no live worker can take waits here, visibly, and fails by its try's deadline.
+never chosen, nor one that takes turns and answers none while there are others. A turn that no live worker
+can take waits here, visibly, and fails by its try's deadline.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import structlog
 from prometheus_client import Counter
 from pydantic import JsonValue
 
+from services.router.standing import Standing
 from services.router.strategies import Candidate, Strategy
 from shared import metrics
 from shared.bus import Bus, Delivery
@@ -25,8 +27,11 @@ from shared.state import State, WorkerRecord
 from shared.topics import REPLIES, worker_topic
 
 _LOG = structlog.get_logger()
-WORKER_TTL_S = 3.0
-_REFRESH_S = 0.5
+_REFRESH_S = 1.0
+_REFRESH_WAITING_S = 0.25
+"""The same while turns wait."""
+_REPORT_LAG_S = 0.5
+"""A report is about this old when it is read: what was assigned since is not in it."""
 _GIVE_UP_BEFORE_S = 0.5
 """A waiting turn fails this long before its try's deadline, so that the asker hears why."""
 
@@ -40,6 +45,7 @@ class Dispatch:
         self._settings = settings
         self._strategy = strategy
         self._classes: dict[str, list[Candidate]] = {}
+        self._standing = Standing()
         self._waiting: list[Delivery] = []
         self._counts: dict[tuple[str, str, str, str], Counter] = {}
         self.assigned = 0
@@ -57,18 +63,32 @@ class Dispatch:
             metrics.TURNS_EXPIRED.labels("router").inc()
             delivery.ack()
             return
-        wanted = turn.affinity or self._settings.default_class
-        candidates = self._classes.get(wanted)
-        fallback = False
-        if not candidates and wanted != self._settings.default_class:
-            candidates = self._classes.get(self._settings.default_class)
-            fallback = True
+        tried = self._standing.seen(turn, now)
+        candidates, fallback = self._candidates(turn, tried, now)
         if not candidates:
             self._waiting.append(delivery)
             return
         candidate = self._strategy.choose(turn, candidates)
+        self._standing.assigned(turn, candidate.worker.worker_id, now, tried=tried)
         self._send(delivery, turn, candidate.worker, now, fallback)
-        candidate.assigned += 1
+        candidate.unreported.append(now)
+
+    def _candidates(
+        self, turn: TurnRequested, tried: tuple[str, ...], now: float
+    ) -> tuple[list[Candidate], bool]:
+        """Workers that may take the turn, and whether they are of the default class for want of its own."""
+        default = self._settings.default_class
+        wanted = turn.affinity or default
+        classes = (wanted,) if wanted == default else (wanted, default)
+        avoid = {*tried, *self._standing.ejected(now)}
+        for unwelcome in (avoid, set(tried), frozenset[str]()) if avoid else (avoid,):
+            for name in classes:
+                found = self._classes.get(name, [])
+                if unwelcome:
+                    found = [c for c in found if c.worker.worker_id not in unwelcome]
+                if found:
+                    return found, name != wanted
+        return [], False
 
     def _send(
         self, delivery: Delivery, turn: TurnRequested, worker: WorkerRecord, now: float, fallback: bool
@@ -99,25 +119,30 @@ class Dispatch:
         count.inc()
 
     async def watch_workers(self) -> None:
-        """Loop. Consumes worker reports; re-tries waiting turns; woken by the hint `workers` or twice a second."""
+        """Loop. Consumes worker reports; re-tries waiting turns; woken by the hint `workers` or each second."""
         while True:
             self._update(await self._state.workers())
-            await self._state.wait_hint("workers", timeout_s=_REFRESH_S)
+            await self._state.wait_hint(
+                "workers", timeout_s=_REFRESH_WAITING_S if self._waiting else _REFRESH_S
+            )
 
     def _update(self, workers: Sequence[WorkerRecord]) -> None:
         now = time.time()
         known = {c.worker.worker_id: c for group in self._classes.values() for c in group}
         classes: dict[str, list[Candidate]] = {}
         for worker in workers:
-            if worker.draining or not worker.partitions or now - worker.updated_at > WORKER_TTL_S:
+            if worker.draining or not worker.partitions:
                 continue
-            before = known.get(worker.worker_id)
-            same_report = before is not None and before.worker.updated_at == worker.updated_at
-            candidate = before if before and same_report else Candidate(worker)
+            candidate = known.get(worker.worker_id) or Candidate(worker)
+            if candidate.worker.updated_at != worker.updated_at:
+                candidate.worker = worker
+                while candidate.unreported and candidate.unreported[0] < now - _REPORT_LAG_S:
+                    candidate.unreported.popleft()
             classes.setdefault(worker.device_class, []).append(candidate)
         if sorted(classes) != sorted(self._classes):
             _LOG.info("device classes with live workers", classes=sorted(classes))
         self._classes = classes
+        self._standing.forget_all_but({worker.worker_id for worker in workers})
         self._retry_waiting(now)
 
     def _retry_waiting(self, now: float) -> None:
@@ -141,7 +166,7 @@ class Dispatch:
             try_number=turn.try_number,
             asker=turn.asker,
             code=NoWorker.code,
-            message=f"no live worker of class {wanted!r}, nor of the default {self._settings.default_class!r}",
+            message=f"no live worker of class {wanted!r} nor {self._settings.default_class!r}",
             retryable=NoWorker.retryable,
         )
         self._bus.publish(
@@ -158,4 +183,5 @@ class Dispatch:
             "waiting": len(self._waiting),
             "assigned": self.assigned,
             "fallbacks": self.fallbacks,
+            "ejected": list(self._standing.ejected(time.time())),
         }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.events import TurnRequested
@@ -12,15 +13,16 @@ from shared.state import WorkerRecord
 
 @dataclass(slots=True)
 class Candidate:
-    """A live worker and what the router has given it since its last report."""
+    """A live worker and what the router has given it that its last report cannot count yet."""
 
     worker: WorkerRecord
-    assigned: int = 0
+    unreported: deque[float] = field(default_factory=deque)
+    """When each of these turns was assigned, ascending."""
 
     @property
     def load(self) -> int:
         """Turns it has in hand, as far as is known."""
-        return self.worker.running + self.worker.waiting + self.assigned
+        return self.worker.running + self.worker.waiting + len(self.unreported)
 
 
 class Strategy(Protocol):

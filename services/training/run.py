@@ -74,6 +74,7 @@ class Run:
             group=training_group(self.run_id),
             handler=self._handle,
             max_unacked=1_000_000_000,
+            relaxed=True,
             accept=lambda headers: headers.get("run") == self.run_id.encode(),
         )
         await self._subscription.assigned.wait()

@@ -21,6 +21,8 @@ from shared.supervisor import Supervisor
 
 __all__ = ["Bus", "Delivery", "PartitionReader", "Publisher", "Subscription"]
 
+_RELAXED = 5
+
 
 class Bus:
     """Producer, memberships and readers of one process."""
@@ -50,13 +52,19 @@ class Bus:
         accept: Callable[[dict[str, bytes]], bool] | None = None,
         drain_s: float = 2.0,
         max_poll_interval_s: float = 300.0,
+        relaxed: bool = False,
     ) -> Subscription:
         """Join a group. `accept` sees the headers and may skip an event undecoded (it is acknowledged).
 
         `drain_s`: how long what is in hand may still be acknowledged once a partition is taken away.
+        `relaxed`: a few more milliseconds do not matter here; where the broker has to be asked often (the
+        embedded one), it is asked less often.
         """
+        settings = self.settings
+        if relaxed and settings.fetch_wait_ms is not None:
+            settings = settings.model_copy(update={"fetch_wait_ms": settings.fetch_wait_ms * _RELAXED})
         subscription = Subscription(
-            self.settings,
+            settings,
             topics=topics,
             group=group,
             handler=handler,

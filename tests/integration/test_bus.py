@@ -17,12 +17,18 @@ from bus_process import Collector, committed, event, joined, number, process, pu
 from confluent_kafka.admin import AdminClient
 
 from shared import metrics, topics
+from shared.bus import Delivery
 from shared.embedded import admin
 from shared.events import Event, PolicyPublished
 from shared.settings import KafkaSettings
 from shared.topics import REPLIES, SAMPLES, TURNS
 
 ROOT = Path(__file__).parents[2]
+
+
+async def more_than(count: int, got: Collector) -> None:
+    await until(lambda: len(got.held) > count)
+
 
 MEMBER = """
 import asyncio, pathlib, sys
@@ -114,8 +120,7 @@ async def test_over_the_limit_partitions_pause_while_the_membership_goes_on_and_
         while len(got.held) < 4000:
             for delivery in got.held[:]:
                 delivery.ack()
-            seen = len(got.held)
-            await until(lambda seen=seen: len(got.held) > seen)
+            await more_than(len(got.held), got)
         assert got.numbers == list(range(4000))
 
 
@@ -171,7 +176,7 @@ async def test_a_retry_whose_partition_has_moved_is_the_new_members_alone(
 ) -> None:
     attempts = 0
 
-    def failing(deliveries: list[object]) -> None:
+    def failing(deliveries: list[Delivery]) -> None:
         nonlocal attempts
         attempts += 1
         raise RuntimeError("never")
@@ -196,10 +201,10 @@ async def test_a_handler_longer_than_the_poll_interval_keeps_the_membership(
 ) -> None:
     got = Collector()
 
-    def slow(deliveries: list[object]) -> None:
+    def slow(deliveries: list[Delivery]) -> None:
         if not got.held:
             time.sleep(2.0)
-        got(deliveries)  # type: ignore[arg-type]
+        got(deliveries)
 
     async with process(kafka, tmp_path) as p:
         member = p.bus.subscribe([TURNS], group="router", handler=slow, max_poll_interval_s=1.0, drain_s=0.0)

@@ -19,6 +19,7 @@ from shared.bus.tail import Tailed, tail
 from shared.embedded import admin
 from shared.embedded.kafka import EmbeddedKafka, LocalKafka
 from shared.errors import Invalid, Unavailable
+from shared.events import Event, PolicyPublished
 from shared.settings import KafkaSettings
 from shared.store import FileStore
 from shared.topics import DEADLETTERS, REPLIES, TURNS
@@ -274,8 +275,8 @@ async def test_a_broker_killed_and_restarted_on_its_data_loses_nothing(tmp_path:
             await until(lambda: sum(committed(kafka, "router", TURNS).values()) == 4000)
 
 
-def _numbers(events: list[object]) -> list[int]:
-    return [one.version for one in events]  # type: ignore[attr-defined]
+def _numbers(events: list[Event]) -> list[int]:
+    return [one.version for one in events if isinstance(one, PolicyPublished)]
 
 
 async def test_the_label_of_a_training_group_names_no_run(

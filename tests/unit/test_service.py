@@ -49,7 +49,7 @@ def make_app(keys: str = KEYS) -> FastAPI:
     async def lifespan(context: Context) -> AsyncIterator[object]:
         yield None
 
-    settings = Settings(ROLLART_API_KEYS=keys)  # type: ignore[call-arg]
+    settings = Settings(ROLLART_API_KEYS=keys)
     return service.build("tiny", settings, lifespan=lifespan, routers=[router])
 
 
@@ -99,7 +99,9 @@ async def test_each_of_the_keys_opens() -> None:
 
 async def test_a_key_outside_ascii_is_wrong_not_a_crash() -> None:
     async with client(make_app(), key=None) as http:
-        response = await http.get("/metrics", headers={"Authorization": "Bearer schlüssel".encode("latin-1")})
+        response = await http.get(
+            "/metrics", headers={b"Authorization": "Bearer schlüssel".encode("latin-1")}
+        )
     assert response.status_code == 401
 
 

@@ -40,16 +40,23 @@ def test_what_is_put_can_be_listed_read_replaced_and_deleted(store: FileStore) -
 @pytest.mark.parametrize("key", ["", ".", "..", "../x", "/etc/passwd", "a/../../x", "a\0b"])
 def test_no_key_leaves_the_store_or_is_the_store(store: FileStore, key: str) -> None:
     store.put("kept", b"1")
-    for act in (store.get, store.delete, store.folder, lambda k: store.put(k, b"")):
+    for act in (store.get, store.delete, store.folder):
         with pytest.raises(Invalid):
             act(key)
+    with pytest.raises(Invalid):
+        store.put(key, b"")
     assert store.list("") == ["kept"]
 
 
 def test_a_reader_sees_a_whole_object_while_it_is_replaced(store: FileStore) -> None:
     versions = [bytes([i]) * 200_000 for i in range(40)]
     store.put("k", versions[0])
-    writer = threading.Thread(target=lambda: [store.put("k", data) for data in versions])
+
+    def write() -> None:
+        for data in versions:
+            store.put("k", data)
+
+    writer = threading.Thread(target=write)
     writer.start()
     while writer.is_alive():
         assert store.get("k") in versions

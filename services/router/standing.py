@@ -1,0 +1,101 @@
+"""Which workers have let tries of turns pass their deadline. Used by `dispatch.py`.
+
+A worker that takes requests and never answers looks alive: it reports, it owns partitions. What gives it
+away is that a turn comes again under the next try number. Such a turn never goes back to a worker that had
+it, while another lives; and a worker that has answered nobody since it got the turn is ejected for a while,
+so that only one try's deadline is lost to it. Its answers are seen by turns that name it as the last worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import structlog
+
+from shared import metrics
+from shared.events import TurnRequested
+
+_LOG = structlog.get_logger()
+_EJECTED_S = 15.0
+"""The first time; twice as long each further time."""
+_MOST_DOUBLINGS = 4
+_REMEMBERED = 32_768
+"""Trajectories whose last assignment is known."""
+
+
+@dataclass(slots=True)
+class _Assignment:
+    """The turn of a trajectory that was assigned last."""
+
+    attempt: int
+    turn: int
+    at: float
+    try_deadline: float
+    workers: tuple[str, ...]
+    """Every worker that had a try of this turn, the last one at the end."""
+
+
+@dataclass(slots=True)
+class _Ejection:
+    """A worker out of the choice."""
+
+    until: float
+    times: int
+
+
+class Standing:
+    """What one router knows of the workers' answers."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[str, _Assignment] = {}
+        self._answered: dict[str, float] = {}
+        self._ejections: dict[str, _Ejection] = {}
+        self.ejections = 0
+
+    def seen(self, turn: TurnRequested, now: float) -> tuple[str, ...]:
+        """A turn has come in. The workers that had an earlier try of it."""
+        if turn.last_worker is not None:
+            self._answered[turn.last_worker] = now
+        if not turn.try_number:
+            return ()
+        last = self._assigned.get(turn.trajectory_id)
+        if last is None or (last.attempt, last.turn) != (turn.attempt, turn.turn):
+            return ()
+        worker = last.workers[-1]
+        if now >= last.try_deadline and self._answered.get(worker, 0.0) < last.at:
+            self._eject(worker, now)
+        return last.workers
+
+    def assigned(self, turn: TurnRequested, worker_id: str, now: float, *, tried: tuple[str, ...]) -> None:
+        """A turn goes to a worker."""
+        known = self._assigned
+        known.pop(turn.trajectory_id, None)
+        known[turn.trajectory_id] = _Assignment(
+            turn.attempt, turn.turn, now, turn.try_deadline, (*tried, worker_id)
+        )
+        if len(known) > _REMEMBERED:
+            del known[next(iter(known))]
+
+    def ejected(self, now: float) -> list[str]:
+        """Workers that are out of the choice now."""
+        return [worker for worker, ejection in self._ejections.items() if now < ejection.until]
+
+    def forget_all_but(self, workers: Collection[str]) -> None:
+        """Workers that are gone: a restarted one has another id."""
+        for known in (self._answered, self._ejections):
+            for worker in [worker for worker in known if worker not in workers]:
+                del known[worker]
+
+    def _eject(self, worker: str, now: float) -> None:
+        before = self._ejections.get(worker)
+        if before is not None and now < before.until:
+            return
+        times = (
+            before.times + 1 if before is not None and self._answered.get(worker, 0.0) < before.until else 0
+        )
+        seconds = _EJECTED_S * 2 ** min(times, _MOST_DOUBLINGS)
+        self._ejections[worker] = _Ejection(now + seconds, times)
+        self.ejections += 1
+        metrics.WORKERS_EJECTED.inc()
+        _LOG.warning("worker ejected: it does not answer", worker=worker, seconds=seconds)
