@@ -38,7 +38,13 @@ def create_app(settings: Settings) -> FastAPI:
 async def _lifespan(context: Context) -> AsyncIterator[Worker]:
     settings = context.settings.generation
     follower = PolicyFollower(context.state, context.store, settings)
-    worker = Worker(context.bus.publisher, max_policies=settings.max_policies, want=follower.want)
+    worker = Worker(
+        context.bus.publisher,
+        worker_id=context.settings.process_id,
+        device_class=settings.device_class,
+        max_policies=settings.max_policies,
+        want=follower.want,
+    )
     context.supervisor.start_thread("engine", worker.run, end=worker.stop)
     context.supervisor.start("follow policies", lambda: follower.follow(worker))
     subscription = context.bus.subscribe(
@@ -53,6 +59,7 @@ async def _lifespan(context: Context) -> AsyncIterator[Worker]:
         "device_class": settings.device_class,
         "policies": dict(worker.versions()),
         "load_failures": worker.load_failures,
+        "turns_failed": dict(worker.failures),
     }
     context.supervisor.start("heartbeat", lambda: _heartbeat(context, worker, follower, subscription))
     context.supervisor.start("watch aborts", lambda: _watch_aborts(context, worker))
@@ -89,6 +96,7 @@ async def _heartbeat(
             exposed_s=worker.exposed_s,
             tokens_sampled=float(worker.tokens_sampled),
             weight_load_failed=float(worker.load_failures),
+            **{f"turns_failed_{code}": float(count) for code, count in worker.failures.items()},
         )
         if partitions != announced:
             announced = partitions

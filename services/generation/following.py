@@ -67,8 +67,10 @@ class PolicyFollower:
             self._wake.clear()
 
     async def _find(self, reference: str) -> tuple[PolicyPublished, str]:
-        name, _, version = reference.partition("@")
-        if version:
+        name, at, version = reference.partition("@")
+        if at and not (version.isascii() and version.isdigit()):
+            raise NotFound(f"policy {reference!r}: a version is a number")
+        if at:
             return await self._state.policy_version(name, int(version))
         newest = await self._state.policy(name)
         if newest is None:
@@ -115,6 +117,7 @@ class PolicyFollower:
         except WeightsInvalid as error:
             self._failed[reference] = (record.version, time.monotonic())
             worker.load_failures += 1
+            metrics.WEIGHT_LOADS.labels("failed").inc()
             _LOG.error("weights refused", policy=reference, version=record.version, error=error.message)
 
     async def _swap(

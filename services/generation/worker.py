@@ -10,15 +10,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import structlog
 
+from services.generation.hosted import Hosted, InHand, fault_of
 from services.generation.protocol import Engine, EngineRequest, EngineResult
 from shared import metrics
 from shared.bus import Delivery, Publisher
 from shared.errors import Conflict, RollArtError, WeightsInvalid
-from shared.events import GenerateRequested, TurnFailed, TurnGenerated, TurnRequested, TurnTimings
+from shared.events import (
+    FinishReason,
+    GenerateRequested,
+    TurnFailed,
+    TurnGenerated,
+    TurnRequested,
+    TurnTimings,
+)
 from shared.topics import REPLIES
 from shared.weights import RawTensor
 
@@ -29,35 +36,6 @@ _SAMPLED = metrics.TOKENS.labels("sampled")
 _CACHED = metrics.TOKENS.labels("cached")
 
 
-@dataclass(slots=True)
-class _InHand:
-    """A request in an engine, or on its way to one."""
-
-    delivery: Delivery
-    turn: TurnRequested
-    worker_id: str
-    device_class: str
-    received_at: float
-
-
-@dataclass(slots=True)
-class Hosted:
-    """One policy, or pinned version of one, in its own engine."""
-
-    reference: str
-    engine: Engine
-    live: dict[str, _InHand] = field(default_factory=dict)
-    """Request id → what asked."""
-    held: list[_InHand] = field(default_factory=list)
-    """Turns that want a newer version than is live."""
-    used_at: float = 0.0
-
-    @property
-    def idle(self) -> bool:
-        """Nothing would be lost by unloading it."""
-        return not self.live and not self.held
-
-
 class Worker:
     """Owns the engines. `run` is the engine thread; every other method may be called from the event loop."""
 
@@ -65,18 +43,26 @@ class Worker:
         self,
         publisher: Publisher,
         *,
+        worker_id: str,
+        device_class: str,
         max_policies: int,
         want: Callable[[str], None],
     ) -> None:
         """`want` is called, from the engine thread, with a policy reference that is missing or too old."""
         self._publisher = publisher
+        self._worker_id = worker_id
+        self._device_class = device_class
         self._max_policies = max_policies
         self._want = want
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._hosted: dict[str, Hosted] = {}
-        self._homeless: dict[str, list[_InHand]] = {}
+        self._homeless: dict[str, list[InHand]] = {}
         self._sweep_at = 0.0
+        self._accepted = 0
+        self._admitted = 0
+        self.failures: dict[str, int] = {}
+        """Turns answered with an error, by its code."""
         self.busy_s = 0.0
         self.exposed_s = 0.0
         self.loads = 0
@@ -87,6 +73,7 @@ class Worker:
 
     def accept(self, deliveries: Sequence[Delivery]) -> None:
         """A batch of assigned turns."""
+        self._accepted += len(deliveries)
         self._commands.put(lambda: self._admit(deliveries))
 
     def host(self, reference: str, engine: Engine) -> None:
@@ -131,9 +118,11 @@ class Worker:
         running = sum(h.engine.running for h in hosted)
         waiting = sum(h.engine.waiting + len(h.held) for h in hosted)
         waiting += sum(len(turns) for turns in list(self._homeless.values()))
+        # An engine that hangs takes no commands: what was accepted since counts all the same.
+        waiting += self._accepted - self._admitted
         return running, waiting, max((h.engine.kv_usage for h in hosted), default=0.0)
 
-    def _in_hand(self) -> list[_InHand]:
+    def _in_hand(self) -> list[InHand]:
         found = [turn for turns in list(self._homeless.values()) for turn in list(turns)]
         for hosted in list(self._hosted.values()):
             found += [*list(hosted.live.values()), *list(hosted.held)]
@@ -170,14 +159,13 @@ class Worker:
             self._reply(hosted, result)
 
     def _admit(self, deliveries: Sequence[Delivery]) -> None:
-        now = time.time()
         for delivery in deliveries:
             request = delivery.event
             assert isinstance(request, GenerateRequested)
-            held = _InHand(delivery, request.turn, request.worker_id, request.device_class, now)
-            self._place(held)
+            self._place(InHand(delivery, request.turn))
+        self._admitted += len(deliveries)
 
-    def _place(self, held: _InHand) -> None:
+    def _place(self, held: InHand) -> None:
         turn = held.turn
         if time.time() >= turn.try_deadline:
             self._drop(held, "expired")
@@ -192,7 +180,7 @@ class Worker:
         else:
             self._add(hosted, held)
 
-    def _add(self, hosted: Hosted, held: _InHand) -> None:
+    def _add(self, hosted: Hosted, held: InHand) -> None:
         turn = held.turn
         request_id = f"{turn.trajectory_id}/{turn.attempt}/{turn.turn}/{turn.try_number}"
         self._supersede(hosted, turn)
@@ -204,6 +192,9 @@ class Worker:
             context_window=turn.context_window,
         )
         hosted.used_at = time.monotonic()
+        if turn.prompt_ids and len(turn.prompt_ids) >= min(turn.context_window, hosted.engine.window):
+            self._answer(held, _context_full(request_id))
+            return
         try:
             hosted.engine.add(request)
         except Conflict:
@@ -247,8 +238,6 @@ class Worker:
         try:
             hosted.engine.load(weights, version=version)
         except WeightsInvalid as error:
-            self.load_failures += 1
-            metrics.WEIGHT_LOADS.labels("failed").inc()
             return error
         finally:
             if stalled:
@@ -269,9 +258,14 @@ class Worker:
         held = hosted.live.pop(result.request_id, None)
         if held is None:
             return
-        if result.error is not None:
-            self._reply_failed(held, result.error)
-            return
+        error = fault_of(result)
+        if error is not None:
+            self._reply_failed(held, error)
+        else:
+            self._answer(held, result)
+        hosted.judge(error)
+
+    def _answer(self, held: InHand, result: EngineResult) -> None:
         turn = held.turn
         self.tokens_sampled += len(result.token_ids)
         _SAMPLED.inc(len(result.token_ids))
@@ -283,8 +277,8 @@ class Worker:
             turn=turn.turn,
             try_number=turn.try_number,
             asker=turn.asker,
-            worker_id=held.worker_id,
-            device_class=held.device_class,
+            worker_id=self._worker_id,
+            device_class=self._device_class,
             token_ids=result.token_ids,
             logprobs=result.logprobs,
             versions=result.versions,
@@ -296,8 +290,10 @@ class Worker:
         )
         self._send(held, generated)
 
-    def _reply_failed(self, held: _InHand, error: RollArtError) -> None:
+    def _reply_failed(self, held: InHand, error: RollArtError) -> None:
         turn = held.turn
+        self.failures[error.code] = self.failures.get(error.code, 0) + 1
+        metrics.TURNS_FAILED.labels(error.code).inc()
         failed = TurnFailed(
             run_id=turn.run_id,
             trajectory_id=turn.trajectory_id,
@@ -311,7 +307,7 @@ class Worker:
         )
         self._send(held, failed)
 
-    def _send(self, held: _InHand, reply: TurnGenerated | TurnFailed) -> None:
+    def _send(self, held: InHand, reply: TurnGenerated | TurnFailed) -> None:
         self._publisher.publish(
             REPLIES,
             reply,
@@ -321,7 +317,7 @@ class Worker:
             on_delivered=held.delivery.ack,
         )
 
-    def _drop(self, held: _InHand, reason: str) -> None:
+    def _drop(self, held: InHand, reason: str) -> None:
         metrics.TURNS_ABORTED.labels(reason).inc()
         held.delivery.ack()
 
@@ -337,7 +333,7 @@ class Worker:
         metrics.ENGINE_WAITING.set(waiting)
         metrics.KV_USAGE.set(kv_usage)
 
-    def _abort(self, gone: Callable[[_InHand], bool], reason: str) -> None:
+    def _abort(self, gone: Callable[[InHand], bool], reason: str) -> None:
         for hosted in self._hosted.values():
             for request_id, held in list(hosted.live.items()):
                 if gone(held):
@@ -348,8 +344,23 @@ class Worker:
         for reference, turns in list(self._homeless.items()):
             self._homeless[reference] = self._keep(turns, gone, reason)
 
-    def _keep(self, turns: list[_InHand], gone: Callable[[_InHand], bool], reason: str) -> list[_InHand]:
+    def _keep(self, turns: list[InHand], gone: Callable[[InHand], bool], reason: str) -> list[InHand]:
         for held in turns:
             if gone(held):
                 self._drop(held, reason)
         return [held for held in turns if not gone(held)]
+
+
+def _context_full(request_id: str) -> EngineResult:
+    """A turn with no room for a token, in the rollout's window or in the model's own."""
+    return EngineResult(
+        request_id=request_id,
+        token_ids=[],
+        logprobs=[],
+        versions=[],
+        finish_reason=FinishReason.CONTEXT,
+        cached_tokens=0,
+        queued_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+    )

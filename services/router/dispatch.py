@@ -119,7 +119,7 @@ class Dispatch:
         count.inc()
 
     async def watch_workers(self) -> None:
-        """Loop. Consumes worker reports; re-tries waiting turns; woken by the hint `workers` or each second."""
+        """Loop. Consumes worker reports, tries waiting turns again; woken by the hint `workers` or time."""
         while True:
             self._update(await self._state.workers())
             await self._state.wait_hint(

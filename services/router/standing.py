@@ -20,6 +20,9 @@ _LOG = structlog.get_logger()
 _EJECTED_S = 15.0
 """The first time; twice as long each further time."""
 _MOST_DOUBLINGS = 4
+_CLOCKS_S = 1.0
+"""By which the clocks of asker and router may differ."""
+_NEVER = float("-inf")
 _REMEMBERED = 32_768
 """Trajectories whose last assignment is known."""
 
@@ -51,7 +54,6 @@ class Standing:
         self._assigned: dict[str, _Assignment] = {}
         self._answered: dict[str, float] = {}
         self._ejections: dict[str, _Ejection] = {}
-        self.ejections = 0
 
     def seen(self, turn: TurnRequested, now: float) -> tuple[str, ...]:
         """A turn has come in. The workers that had an earlier try of it."""
@@ -63,7 +65,7 @@ class Standing:
         if last is None or (last.attempt, last.turn) != (turn.attempt, turn.turn):
             return ()
         worker = last.workers[-1]
-        if now >= last.try_deadline and self._answered.get(worker, 0.0) < last.at:
+        if now >= last.try_deadline - _CLOCKS_S and self._answered.get(worker, _NEVER) < last.at:
             self._eject(worker, now)
         return last.workers
 
@@ -91,11 +93,9 @@ class Standing:
         before = self._ejections.get(worker)
         if before is not None and now < before.until:
             return
-        times = (
-            before.times + 1 if before is not None and self._answered.get(worker, 0.0) < before.until else 0
-        )
+        again = before is not None and self._answered.get(worker, _NEVER) < before.until
+        times = before.times + 1 if before is not None and again else 0
         seconds = _EJECTED_S * 2 ** min(times, _MOST_DOUBLINGS)
         self._ejections[worker] = _Ejection(now + seconds, times)
-        self.ejections += 1
         metrics.WORKERS_EJECTED.inc()
         _LOG.warning("worker ejected: it does not answer", worker=worker, seconds=seconds)

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from services.training.metrics_log import MetricsLog, read_metrics
-from shared.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord, WarmStartRecord
 from services.training.report import write_report
+from shared.records import AnyRecord, EvaluationRecord, PhaseRecord, StepRecord, WarmStartRecord
 from shared.summary import Groups, Summary, TaskSummary, write_summary
 
 START = 1_700_000_000.0

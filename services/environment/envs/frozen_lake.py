@@ -1,7 +1,7 @@
 """Gymnasium's FrozenLake as a conversation: a generated map per seed, described to the player in words.
 
-The player sees where it is and what lies beside it, its own trail included, never the whole map. Loaded by
-the episode loop.
+The player sees what lies beside it, its own trail included, and the direction of the goal, never the whole
+map. Loaded by the episode loop.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ class FrozenLake:
         """Rows and columns of the map."""
         ice: float = Field(0.8, ge=0.3, le=0.95)
         """Share of tiles that are not holes."""
-        trail: bool = True
-        """Name tiles that were walked on before."""
         is_slippery: bool = False
         """Gymnasium's slippery ice: two moves of three go sideways."""
 
@@ -85,8 +83,8 @@ class FrozenLake:
         self._game.reset(seed=seed % 2**32)
         self._trail = {self._position()}
         return (
-            "Walk over the ice to the goal in the last row and column. "
-            "Never step into a hole. Answer left, down, right or up.\n" + self._describe()
+            "Walk over the ice to the goal and never step into a hole. "
+            "Answer left, down, right or up.\n" + self._describe()
         )
 
     def step(self, action: str) -> Step:
@@ -118,7 +116,7 @@ class FrozenLake:
 
     def _tile(self, row: int, column: int) -> str:
         inside = 0 <= row < self._config.size and 0 <= column < self._config.size
-        if self._config.trail and (row, column) in self._trail:
+        if (row, column) in self._trail:
             return "trail"
         return _TILES[self._layout[row][column]] if inside else "edge"
 
@@ -127,7 +125,14 @@ class FrozenLake:
         around = [
             f"{word} {self._tile(row + down, column + right)}" for word, (_, down, right) in MOVES.items()
         ]
-        return "\n".join([*around, f"row {row}, column {column}"])
+        return "\n".join([*around, self._compass(row, column)])
+
+    def _compass(self, row: int, column: int) -> str:
+        """Where the goal lies: `goal down left`."""
+        goal = next((r, line.index("G")) for r, line in enumerate(self._layout) if "G" in line)
+        vertical = {-1: " up", 0: "", 1: " down"}[(goal[0] > row) - (goal[0] < row)]
+        horizontal = {-1: " left", 0: "", 1: " right"}[(goal[1] > column) - (goal[1] < column)]
+        return f"goal{vertical}{horizontal}" if vertical or horizontal else "goal here"
 
     def _shortest_way(self) -> str:
         """The first move of a breadth-first search from where the player stands."""
