@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from shared import metrics, topics
 from shared.recipe import Recipe, Section, Task
 from shared.settings import Group, Settings
+from tests import cases
 
 HERE = Path(__file__).parent
 _MADE = "<!-- Made by `make docs`; edit the code it comes from. -->\n"
@@ -23,7 +24,7 @@ _MADE = "<!-- Made by `make docs`; edit the code it comes from. -->\n"
 def recipe_page() -> str:
     """Every recipe key."""
     lines = [_MADE, "# The recipe\n", _doc(Recipe)]
-    lines.append("\nA recipe is a TOML file (or the same as JSON over REST). Defaults stand in the last column.\n")
+    lines.append("\nA recipe is a TOML file, or the same as JSON over REST.\n")
     lines += ["\n## Top level\n", *_table(Recipe, skip_sections=True)]
     for name, field in Recipe.model_fields.items():
         kind = field.annotation
@@ -36,7 +37,7 @@ def recipe_page() -> str:
 def settings_page() -> str:
     """Every environment variable."""
     lines = [_MADE, "# Settings\n"]
-    lines.append("Environment variables of every process. An unknown key of a section below is refused by name.\n")
+    lines.append("Environment variables of every process. An unknown one of ours is refused by name.\n")
     lines += ["| variable | default | |", "|---|---|---|"]
     for field in Settings.model_fields.values():
         if isinstance(field.validation_alias, str):
@@ -53,7 +54,11 @@ def settings_page() -> str:
 
 def metrics_page() -> str:
     """Every Prometheus metric."""
-    lines = [_MADE, "# Metrics\n", "`GET /metrics` of every service, Prometheus text. Ids are never labels.\n"]
+    lines = [
+        _MADE,
+        "# Metrics\n",
+        "`GET /metrics` of every service. Ids are never labels.\n",
+    ]
     lines += ["| metric | kind | labels | |", "|---|---|---|---|"]
     for item in vars(metrics).values():
         if isinstance(item, MetricWrapperBase):
@@ -84,7 +89,7 @@ def _table(kind: type[BaseModel], *, skip_sections: bool = False) -> list[str]:
 def _range(field: FieldInfo) -> str:
     signs = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ "}
     found = [
-        f"{sign}{getattr(rule, name):g}"
+        f"{sign}{_number(getattr(rule, name))}"
         for rule in field.metadata
         for name, sign in signs.items()
         if getattr(rule, name, None) is not None
@@ -93,6 +98,10 @@ def _range(field: FieldInfo) -> str:
     if choices and all(isinstance(choice, str) for choice in choices):
         found.append(", ".join(f"`{choice}`" for choice in choices))
     return ", ".join(found)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -113,6 +122,7 @@ PAGES = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,
     "topics.md": topics_page,
+    "cases.md": cases.page,
 }
 
 

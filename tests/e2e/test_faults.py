@@ -1,4 +1,4 @@
-"""Processes die with SIGKILL in the middle of a run: the run completes, nothing is lost, the summary tells."""
+"""Processes die by SIGKILL in the middle of a run: it completes, nothing is lost, the summary tells."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ def test_one_command_trains_a_model_that_learns(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "export")
     tokenizer = AutoTokenizer.from_pretrained(folder / "export")
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hello"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "hello"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
 

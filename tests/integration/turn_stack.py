@@ -1,13 +1,16 @@
-"""The turn path for tests: real services in this process on the embedded broker and Redis, with a policy whose
+"""The turn path for tests: real services in this process on the embedded broker and Redis, and a policy whose
 tokens are letters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import cast
@@ -36,6 +39,13 @@ APPS = {
     "reward": create_reward,
     "router": create_router,
 }
+ROOT = Path(__file__).parents[2]
+_SERVE = """
+import sys
+from services import host
+from shared.settings import load_settings
+sys.exit(host.serve([sys.argv[1]], load_settings()))
+"""
 CLASSES = ("bandwidth", "compute")
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 EOS = len(LETTERS)
@@ -100,6 +110,44 @@ class TurnStack:
         app: FastAPI = APPS[service](self.settings(name, **sections))
         async with app.router.lifespan_context(app):
             yield app.state.context
+
+    @contextlib.contextmanager
+    def process(self, service: str, name: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+        """The same as an OS process; killed at the end, where it still lives."""
+        folders = (ROOT, ROOT / "tests" / "integration")
+        ours = {
+            "KAFKA__BOOTSTRAP": self.kafka.bootstrap,
+            "KAFKA__PREFIX": self.kafka.prefix,
+            "KAFKA__REPLY_PARTITIONS": str(self.kafka.reply_partitions),
+            "KAFKA__FETCH_WAIT_MS": "5",
+            "REDIS__URL": self.redis.url,
+            "REDIS__PREFIX": self.redis.prefix,
+            "ROLLART_STATE_DIR": str(self.folder),
+            "ROLLART_WORKER_ID": name,
+            "GENERATION__ENGINE": "instant",
+            "TELEMETRY__LOG_LEVEL": "error",
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        }
+        process = subprocess.Popen([sys.executable, "-c", _SERVE, service], env=os.environ | ours | environ)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    async def alive(self, name: str) -> None:
+        """Return once the process of this name reports itself."""
+        limit = time.monotonic() + 40
+        while name not in {process.process_id for process in await self.state.processes()}:
+            assert time.monotonic() < limit, f"{name} does not start"
+            await asyncio.sleep(0.05)
+
+    async def workers_of(self, *names: str) -> None:
+        """Return once these workers, and no others, own partitions."""
+        limit = time.monotonic() + 40
+        while {w.worker_id for w in await self.state.workers() if w.partitions} != set(names):
+            assert time.monotonic() < limit, f"not the workers {names}"
+            await asyncio.sleep(0.05)
 
     async def publish_policy(self, version: int, *, policy: str = "toy", corrupt: bool = False) -> None:
         """A version of a policy, with weights of one number."""

@@ -98,10 +98,15 @@ class FrozenLake:
         return Step(self._describe(), float(reward), bool(terminated), False)
 
     def scripted_action(self, rng: random.Random, *, skill: float) -> str:
-        """The first move of a shortest way to the goal with probability `skill`, else any move."""
+        """The first move of a shortest way to the goal with probability `skill`, else any move that does not
+        end in a hole."""
         if rng.random() < skill:
             return self._shortest_way()
-        return rng.choice(list(MOVES))
+        row, column = self._position()
+        moves = MOVES.items()
+        return rng.choice(
+            [w for w, (_, down, right) in moves if self._tile(row + down, column + right) != "hole"]
+        )
 
     def close(self) -> None:
         """Nothing is held: no window is ever opened."""

@@ -1,0 +1,69 @@
+"""Engines that fail as engines do, and answer at once otherwise. Named in settings as `odd_engines:Class`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import ClassVar
+
+from services.generation.engines.instant import InstantEngine
+from services.generation.protocol import EngineResult
+from shared.errors import WeightsInvalid
+from shared.weights import RawTensor
+
+NAN = float("nan")
+
+
+class NanFirst(InstantEngine):
+    """NaN in the first answer, null in the second, -inf in the third; then all is well."""
+
+    def __init__(self, *, window: int, vocab_size: int, max_batch: int) -> None:
+        super().__init__(window=window, vocab_size=vocab_size, max_batch=max_batch)
+        self.bad: list[float | None] = [NAN, None, float("-inf")]
+
+    def step(self) -> list[EngineResult]:
+        results = super().step()
+        for i, result in enumerate(results):
+            if self.bad:
+                logprobs = [-1.0] * (len(result.token_ids) - 1) + [self.bad.pop(0)]
+                results[i] = dataclasses.replace(result, logprobs=logprobs)
+        return results
+
+
+class NanAlways(InstantEngine):
+    """A broken device."""
+
+    def step(self) -> list[EngineResult]:
+        return [dataclasses.replace(r, logprobs=[NAN] * len(r.token_ids)) for r in super().step()]
+
+
+class Silent(InstantEngine):
+    """Takes everything and answers nothing."""
+
+    @property
+    def has_work(self) -> bool:
+        return False
+
+
+class Endless(InstantEngine):
+    """Samples for ever; tells which requests were aborted."""
+
+    aborted: ClassVar[list[str]] = []
+
+    def step(self) -> list[EngineResult]:
+        time.sleep(0.002)
+        return []
+
+    def abort(self, request_id: str) -> bool:
+        Endless.aborted.append(request_id)
+        return super().abort(request_id)
+
+
+class Picky(InstantEngine):
+    """Refuses even versions."""
+
+    def load(self, weights: Mapping[str, RawTensor], *, version: int) -> None:
+        if version % 2 == 0:
+            raise WeightsInvalid(f"version {version} does not fit")
+        super().load(weights, version=version)
