@@ -21,7 +21,6 @@ import psutil
 
 from benchmarks import turn_bare
 from benchmarks.turn_asker import POLICY
-from benchmarks.turn_load import Level
 from services.launcher import Launcher
 from shared import weights
 from shared.events import PolicyPublished

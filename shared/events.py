@@ -103,7 +103,7 @@ class TurnRequested(Event):
     sampling: Sampling
     context_window: int
     min_version: int = 0
-    """Oldest policy version to sample with; a worker that has not loaded it yet holds the turn until it has."""
+    """Oldest policy version to sample with; a worker that has not loaded it yet holds the turn till then."""
     deadline: FiniteFloat
     """When the turn, all tries together, fails."""
     try_deadline: FiniteFloat

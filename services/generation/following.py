@@ -61,9 +61,11 @@ class PolicyFollower:
             self._wanted -= live.keys()
             hint = asyncio.create_task(self._state.wait_hint("policies"))
             wake = asyncio.create_task(self._wake.wait())
-            await asyncio.wait({hint, wake}, return_when=asyncio.FIRST_COMPLETED)
-            hint.cancel()
-            wake.cancel()
+            try:
+                await asyncio.wait({hint, wake}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                hint.cancel()
+                wake.cancel()
             self._wake.clear()
 
     async def _find(self, reference: str) -> tuple[PolicyPublished, str]:

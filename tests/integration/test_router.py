@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -129,7 +128,6 @@ async def test_a_worker_that_answers_nothing_is_ejected_and_its_turns_run_once_e
         slow = [turn.wait_s for end in ends for turn in end.turns if turn.wait_s >= 1.0]
         assert 0 < len(slow) == retries < 30
         assert max(slow) < 2.0
-        began = time.monotonic()
-        await stack.ended(*(stack.ask(CALM) for _ in range(30)))
+        ends = await stack.ended(*(stack.ask(CALM) for _ in range(30)))
         assert environment.status()["turn_retries"] == retries
-        assert time.monotonic() - began < 1.0 + 30 * 0.2
+        assert max(turn.wait_s for end in ends for turn in end.turns) < 1.0

@@ -51,7 +51,7 @@ LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 EOS = len(LETTERS)
 
 
-def write_model(folder: Path, *, window: int = 4096) -> Path:
+def write_model(folder: Path, *, window: int = 65_536) -> Path:
     """A model folder for the instant engine: a tokenizer of letters and a window."""
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()

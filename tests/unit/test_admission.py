@@ -23,9 +23,14 @@ def recipe(*, tasks: dict[str, float] | None = None, **rollout: object) -> Recip
 
 
 def scored(
-    group: Group, member: int, *, reward: float | None = 1.0, start: int | None = None, attempt: int | None = None,
+    group: Group,
+    member: int,
+    *,
+    reward: float | None = 1.0,
+    start: int | None = None,
+    attempt: int | None = None,
     reason: str = "",
-) -> TrajectoryScored:  # fmt: skip
+) -> TrajectoryScored:
     attempt = group.prompt.attempt if attempt is None else attempt
     trajectory = TrajectoryCompleted(
         run_id="run",

@@ -104,6 +104,21 @@ def test_the_player_sees_its_trail() -> None:
     assert back in environment.step(way).observation
 
 
+def test_scripted_moves_never_end_in_a_hole() -> None:
+    for seed in range(50):
+        last = play(lake(ice=0.6), seed=seed, skill=0.0, turns=30)[-1]
+        assert isinstance(last, Step)
+        assert last.terminated == (last.reward == 1.0)
+
+
+def test_the_compass_follows_the_player() -> None:
+    environment = lake()
+    environment.reset(seed=0, split="train")
+    places = {(0, 0): "goal down right", (3, 0): "goal right", (0, 3): "goal down", (3, 3): "goal here"}
+    for (row, column), expected in places.items():
+        assert environment._compass(row, column) == expected
+
+
 def test_a_malformed_move_is_not_executed_and_spends_a_turn() -> None:
     environment = lake()
     first = environment.reset(seed=1, split="train")
