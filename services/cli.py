@@ -5,6 +5,7 @@ Commands live in `services.commands`; what they need is imported when they run, 
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -26,6 +27,8 @@ for group in (stack, runs, rollouts, inspect, bench):
 
 def main() -> None:
     """Run a command; every error is one line, every exit code means something (`commands.output`)."""
+    # Until a launcher or a host takes the signals over, SIGTERM means what Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except (Exception, KeyboardInterrupt) as error:

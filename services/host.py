@@ -105,7 +105,8 @@ def _obey_launcher(settings: Settings) -> None:
 
 
 def _exit_quietly(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(0)
+    # Not SystemExit: raised within an import, it can be taken for a failure of that import.
+    _leave(0)
 
 
 def _prepare(name: str, target: str, settings: Settings, *, first: bool) -> _Hosted:

@@ -36,6 +36,9 @@ def _number_only(value: object) -> object:
 
 Float = Annotated[float, BeforeValidator(_number_only), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_number_only)]
+_MAX_FILE_BYTES = 4_000_000
+_MAX_OPEN = 262_144
+"""Trajectories asked for at once: beyond it, only the asking would take minutes."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
 
@@ -217,6 +220,13 @@ class Recipe(Section):
                     f"tasks.{name}.max_tokens_per_turn ({task.max_tokens_per_turn}) must be below "
                     f"rollout.context_window ({self.rollout.context_window})"
                 )
+        rollout = self.rollout
+        open_ = rollout.groups_per_step * rollout.group_size * (rollout.max_staleness + 1)
+        if open_ > _MAX_OPEN:
+            raise ValueError(
+                f"rollout.groups_per_step × rollout.group_size × (rollout.max_staleness + 1) is {open_} "
+                f"trajectories at once, at most {_MAX_OPEN}: make one of them smaller"
+            )
         if self.model == "tiny" and self.warm_start.episodes == 0:
             raise ValueError(
                 'warm_start.episodes must be above 0 when model = "tiny": its tokenizer is '
@@ -263,13 +273,19 @@ def validate(data: object) -> Recipe:
 def load(path: Path) -> Recipe:
     """The recipe in a TOML file. Raises Invalid where it is missing, unreadable or wrong."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise OSError(f"larger than {_MAX_FILE_BYTES} bytes")
+        data = tomllib.loads(raw.decode("utf-8"))
     except FileNotFoundError as error:
         raise _invalid([FieldProblem(field=str(path), message="no such recipe file")]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise _invalid([FieldProblem(field=str(path), message=f"cannot be read: {error}")]) from error
     except tomllib.TOMLDecodeError as error:
         raise _invalid([FieldProblem(field=str(path), message=f"not valid TOML: {error}")]) from error
+    except RecursionError as error:
+        raise _invalid([FieldProblem(field=str(path), message="nested too deeply")]) from error
     return validate(data)
 
 
@@ -304,6 +320,8 @@ def _hint(problem: FieldProblem) -> str:
 
 def _check_unicode(value: object, field: str) -> None:
     if isinstance(value, str):
+        if "\0" in value:
+            raise _invalid([FieldProblem(field=field, message="holds a NUL character")])
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:

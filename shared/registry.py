@@ -67,8 +67,11 @@ def load(kind: Kind, name: str, *, field: str = "") -> Any:
     module, _, attribute = TABLES[kind].get(name, name).partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        message = f"cannot load {kind} {name!r}: {error}"
+    except (Exception, SystemExit) as error:  # a module of the user's raises, or exits, as it likes
+        said = (
+            error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        )
+        message = f"cannot load {kind} {name!r}: {said}"
         raise UnknownPlugin(message, fields=[FieldProblem(field=field, message=message)]) from error
 
 
@@ -80,6 +83,9 @@ def configure(
     Raises UnknownPlugin, or Invalid naming each wrong key below `field`.
     """
     cls = load(kind, name, field=field)
+    if not isinstance(getattr(cls, "Config", None), type) or not issubclass(cls.Config, BaseModel):
+        message = f"{name!r} is no {kind}: it has no nested pydantic model `Config`"
+        raise UnknownPlugin(message, fields=[FieldProblem(field=field, message=message)])
     try:
         return cls, cls.Config.model_validate(config)
     except ValidationError as error:
@@ -93,7 +99,7 @@ def problems(error: ValidationError, *, prefix: str = "") -> list[FieldProblem]:
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         path = ".".join(str(part) for part in item["loc"])
         name = ".".join(part for part in (prefix, path) if part)
-        text = item["msg"]
+        text = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             text = "unknown key; check its spelling and its section"
         found.append(FieldProblem(field=name or "(whole input)", message=text))

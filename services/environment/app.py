@@ -22,6 +22,8 @@ from shared.topics import ROLLOUTS, TRAJECTORIES
 
 _CLOSE_S = 2.0
 """For environments that are being closed when the process stops."""
+_DRAIN_S = 0.5
+"""For episodes in hand when a partition moves; most would need longer, and polling waits for it."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -50,7 +52,12 @@ async def _lifespan(context: Context) -> AsyncIterator[Stage]:
         "reply_partition": turns.partition,
     }
     context.bus.subscribe(
-        [ROLLOUTS], group="environment", handler=stage.handle, max_unacked=settings.concurrency, relaxed=True
+        [ROLLOUTS],
+        group="environment",
+        handler=stage.handle,
+        max_unacked=settings.concurrency,
+        drain_s=_DRAIN_S,
+        relaxed=True,
     )
     yield stage
     await stage.stop()

@@ -30,7 +30,8 @@ def create_app(settings: Settings) -> FastAPI:
     if generation.role != "both":
         message = f"role {generation.role!r} needs prefill/decode hand-over; set GENERATION__ROLE=both"
         raise Invalid(message, fields=[FieldProblem(field="GENERATION__ROLE", message=message)])
-    registry.check_name("engine", generation.engine, field="GENERATION__ENGINE")
+    # Imported before the loop runs: seconds in which the process would answer nothing, not even SIGTERM.
+    registry.load("engine", generation.engine, field="GENERATION__ENGINE")
     return service.build("generation", settings, lifespan=_lifespan)
 
 

@@ -80,14 +80,16 @@ class Dispatch:
         default = self._settings.default_class
         wanted = turn.affinity or default
         classes = (wanted,) if wanted == default else (wanted, default)
-        avoid = {*tried, *self._standing.ejected(now)}
-        for unwelcome in (avoid, set(tried), frozenset[str]()) if avoid else (avoid,):
+        ejected = self._standing.ejected(now)
+        unwelcome = [{*tried, *ejected}, {*tried}] if tried or ejected else []
+        for avoid in unwelcome:
             for name in classes:
-                found = self._classes.get(name, [])
-                if unwelcome:
-                    found = [c for c in found if c.worker.worker_id not in unwelcome]
+                found = [c for c in self._classes.get(name, ()) if c.worker.worker_id not in avoid]
                 if found:
                     return found, name != wanted
+        for name in classes:
+            if name in self._classes:
+                return self._classes[name], name != wanted
         return [], False
 
     def _send(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -27,8 +28,7 @@ _REMEMBERED = 32_768
 """Trajectories whose last assignment is known."""
 
 
-@dataclass(slots=True)
-class _Assignment:
+class _Assignment(NamedTuple):
     """The turn of a trajectory that was assigned last."""
 
     attempt: int
@@ -72,15 +72,16 @@ class Standing:
     def assigned(self, turn: TurnRequested, worker_id: str, now: float, *, tried: tuple[str, ...]) -> None:
         """A turn goes to a worker."""
         known = self._assigned
-        known.pop(turn.trajectory_id, None)
-        known[turn.trajectory_id] = _Assignment(
-            turn.attempt, turn.turn, now, turn.try_deadline, (*tried, worker_id)
-        )
+        trajectory = turn.trajectory_id
+        known.pop(trajectory, None)
+        known[trajectory] = _Assignment(turn.attempt, turn.turn, now, turn.try_deadline, (*tried, worker_id))
         if len(known) > _REMEMBERED:
             del known[next(iter(known))]
 
     def ejected(self, now: float) -> list[str]:
         """Workers that are out of the choice now."""
+        if not self._ejections:
+            return []
         return [worker for worker, ejection in self._ejections.items() if now < ejection.until]
 
     def forget_all_but(self, workers: Collection[str]) -> None:

@@ -138,6 +138,8 @@ class Campaign:
         while waiting or self._open:
             while waiting and len(self._open) < self.max_open:
                 rollout = waiting.pop()
+                # Its time runs from now: those before it may have taken long.
+                rollout = rollout.model_copy(update={"deadline": time.time() + self.issuer.deadline_s})
                 self._open[rollout.group_id] = rollout
                 self.issuer.publish(rollout)
             self._changed.clear()

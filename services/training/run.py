@@ -8,6 +8,7 @@ rollouts do. The files of a run are listed in README.
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from services.training.loop import TrainingLoop
 from services.training.publisher import PolicyPublisher
 from services.training.rollouts import Campaign, Issuer
 from services.training.trainer import Trainer
+from shared import registry
 from shared.archive import TrajectoryArchive
 from shared.bus import Delivery, Subscription
 from shared.errors import ConservationViolated, Internal, RollArtError
@@ -35,6 +37,9 @@ from shared.tokens import ChatTokenizer
 from shared.topics import SAMPLES, training_group
 
 _LOG = structlog.get_logger()
+_FOLDER_ERRORS = {
+    errno.EACCES, errno.EEXIST, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOTDIR,
+}  # fmt: skip
 
 
 class Run:
@@ -46,6 +51,9 @@ class Run:
         self._context = context
         self._recipe = recipe
         self.run_id = run_id
+        self.violation = ""
+        self.fault: OSError | None = None
+        """What became of a trajectory that could not be written: the run cannot go on."""
         self.folder = context.settings.runs_dir / run_id
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
@@ -74,12 +82,17 @@ class Run:
             group=training_group(self.run_id),
             handler=self._handle,
             max_unacked=1_000_000_000,
+            # Its events are acknowledged by checkpoints: waiting brings nothing.
+            drain_s=0.0,
             relaxed=True,
             accept=lambda headers: headers.get("run") == self.run_id.encode(),
         )
         await self._subscription.assigned.wait()
+        # What a recipe names is loaded before anything is played for it.
+        registry.load("algorithm", self._recipe.training.algorithm, field="training.algorithm")
+        pretrained = await self._pretrained()
         transcripts = await self._collect()
-        model, tokenizer_folder = await self._prepare(transcripts)
+        model, tokenizer_folder = pretrained or await self._tiny(transcripts)
         await self._warm_start(model, tokenizer_folder, transcripts)
         trainer = Trainer(
             model,
@@ -97,10 +110,16 @@ class Run:
     # Samples
 
     def _handle(self, deliveries: Sequence[Delivery]) -> None:
+        if self._subscription is None:
+            # The books are closed: what comes now is no part of them.
+            return
         for delivery in deliveries:
             scored = delivery.event
             assert isinstance(scored, TrajectoryScored)
-            self._archive.append(scored)
+            try:
+                self._archive.append(scored)
+            except OSError as error:
+                self.fault = error
             if scored.trajectory.purpose == "train" and self._loop is not None:
                 self._loop.add(scored, delivery.ack)
                 continue
@@ -118,8 +137,11 @@ class Run:
             self._campaign = None
             self._archive.flush()
         if rollouts and not any(scored.reward is not None for scored in found):
-            reasons = sorted({scored.reason or scored.trajectory.reason for scored in found})
-            raise Internal(f"{phase}: no episode succeeded ({', '.join(reasons) or 'none came back'})")
+            reasons = sorted({scored.trajectory.reason or scored.reason for scored in found})
+            raise Internal(
+                f"{phase}: no episode succeeded ({', '.join(reasons) or 'none came back'}); see the "
+                "environment's and reward's logs"
+            )
         return found
 
     # Phases
@@ -154,10 +176,15 @@ class Run:
         )
         return [scored for scored in found if scored.reward is not None]
 
-    async def _prepare(self, transcripts: Sequence[TrajectoryScored]) -> tuple[PreTrainedModel, Path]:
+    async def _pretrained(self) -> tuple[PreTrainedModel, Path] | None:
+        """The model that the recipe names; None for one that is built."""
+        if self._recipe.model == "tiny":
+            return None
+        await self._phase("prepare")
+        return await asyncio.to_thread(models.load_pretrained, self._recipe.model)
+
+    async def _tiny(self, transcripts: Sequence[TrajectoryScored]) -> tuple[PreTrainedModel, Path]:
         recipe = self._recipe
-        if recipe.model != "tiny":
-            return await asyncio.to_thread(models.load_pretrained, recipe.model)
         texts = [message.content for scored in transcripts for message in scored.trajectory.messages]
         folder = self.folder / "tokenizer"
 
@@ -276,8 +303,9 @@ class Run:
     async def conclude(self, state: RunState) -> Summary:
         """Close the books whatever happened: nothing in flight, files complete, conservation checked.
 
-        Raises ConservationViolated after everything is written.
+        The summary's state is `failed` where it is violated (`violation` says how).
         """
+        self._leave_samples()
         groups = Groups()
         loop = self._loop
         if loop is not None:
@@ -288,15 +316,11 @@ class Run:
             self._journal.errors["duplicate_trajectories"] = loop.admission.duplicates
         if state != "finished":
             await self._context.state.abort_run(self.run_id, state)
-        if self._subscription is not None:
-            self._context.bus.leave(self._subscription)
-            self._subscription = None
         self._archive.flush()
-        violation: ConservationViolated | None = None
         try:
             check_conservation(groups)
         except ConservationViolated as error:
-            violation, state = error, "failed"
+            self.violation, state = error.message, "failed"
             self._journal.errors["conservation_violated"] = 1
         summary = await self._journal.summary(
             state=state,
@@ -310,10 +334,26 @@ class Run:
         await asyncio.to_thread(report.write_report, self.folder)
         for scratch in ("tokenizer", "model"):
             shutil.rmtree(self.folder / scratch, ignore_errors=True)
-        if violation is not None:
-            raise violation
         return summary
 
-    def failed(self, error: BaseException) -> str:
-        """What to tell the user."""
-        return error.message if isinstance(error, RollArtError) else f"{type(error).__name__}: {error}"
+    def abandon(self) -> None:
+        """Let go of everything and write no summary. Idempotent."""
+        self._leave_samples()
+        self._journal.close()
+
+    def _leave_samples(self) -> None:
+        if self._subscription is not None:
+            self._context.bus.leave(self._subscription)
+            self._subscription = None
+
+
+def reason(error: BaseException, folder: Path) -> str:
+    """What to tell the user of a run that failed; `folder` is that of its results."""
+    if isinstance(error, RollArtError):
+        return error.message
+    if isinstance(error, OSError) and error.errno in _FOLDER_ERRORS:
+        place = error.filename or folder
+        return (
+            f"cannot write to {place}: {error.strerror}; make room or set ROLLART_RUNS_DIR to another folder"
+        )
+    return f"{type(error).__name__}: {error}"

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import os
 import re
@@ -240,7 +239,8 @@ class LocalKafka:
         log4j = shlex.quote(f"-Dlog4j2.configurationFile={self.folder}/log4j2.properties")
         java = f"{shlex.quote(self._java)} {heap} {tuning} {log4j} -cp {shlex.quote(f'{self._libs}/*')}"
         config = shlex.quote(f"{self.folder}/server.properties")
-        cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        # Not base64: an id that begins with "-" would be taken for an option.
+        cluster = uuid.uuid4().hex[:22]
         done, data = shlex.quote(f"{self.folder}/formatted"), shlex.quote(f"{self.folder}/data")
         return (
             f"if [ ! -f {done} ]; then rm -rf {data}; "

@@ -100,7 +100,7 @@ async def test_what_is_no_text_and_no_reward_fails_the_episode(
         ("guess_number", {"config": {"guesses": -1}}, "environment_invalid"),
         ("odd_environments:NoScript", {}, "environment_error"),
         ("odd_environments:NoScriptAtAll", {"actor": "scripted"}, "environment_not_scripted"),
-        ("odd_environments:ERRORS", {}, "environment_error"),
+        ("odd_environments:ERRORS", {}, "environment_unknown_plugin"),
         ("guess_number", {"policy": "nobody"}, "generation_not_found"),
         ("guess_number", {"policy": "toy@77"}, "generation_not_found"),
         ("guess_number", {"policy": "toy@x"}, "generation_not_found"),
@@ -193,7 +193,8 @@ async def test_the_same_request_twice_at_once_is_played_once(
     first = stack.ask("odd_environments:Hangs", trajectory_id="twice.0#0", seconds=1.5)
     stack.ask("odd_environments:Hangs", trajectory_id="twice.0#0", seconds=1.5)
     later = stack.ask("odd_environments:Calm", trajectory_id="after.0#0")
-    await stack.ended(first, later)
+    end, _ = await stack.ended(first, later)
+    assert (end.status.value, end.reason) == ("aborted", "deadline")
     await until(lambda: services["e1"].status()["episodes"] == 0)
     assert len(stack.trajectories[first]) == 1
 

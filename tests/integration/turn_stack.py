@@ -44,7 +44,7 @@ _SERVE = """
 import sys
 from services import host
 from shared.settings import load_settings
-sys.exit(host.serve([sys.argv[1]], load_settings()))
+sys.exit(host.serve(sys.argv[1].split(","), load_settings()))
 """
 CLASSES = ("bandwidth", "compute")
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -113,7 +113,7 @@ class TurnStack:
 
     @contextlib.contextmanager
     def process(self, service: str, name: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-        """The same as an OS process; killed at the end, where it still lives."""
+        """One or more, with commas between, in an OS process; killed at the end, where it still lives."""
         folders = (ROOT, ROOT / "tests" / "integration")
         ours = {
             "KAFKA__BOOTSTRAP": self.kafka.bootstrap,

@@ -119,6 +119,13 @@ def test_whole_numbers_take_no_fractions_and_none_is_negative() -> None:
         (with_value("tiny.heads", 3), "tiny", "hidden_size must be heads"),
         (with_value("tasks.lake.max_tokens_per_turn", 512), "(whole input)", "below rollout.context_window"),
         (with_value("warm_start.episodes", 0), "(whole input)", "warm_start.episodes must be above 0"),
+        (
+            with_value("rollout", {"groups_per_step": 65_536, "group_size": 1024}),
+            "(whole input)",
+            "rollout.groups_per_step × rollout.group_size",
+        ),
+        (with_value("tasks.lake.environment", "json:JSONDecoder"), "tasks.lake.environment", "`Config`"),
+        (with_value("tasks.lake.reward", "json:dumps"), "tasks.lake.reward", "`Config`"),
         ([], "(whole input)", "dictionary"),
         (None, "(whole input)", "dictionary"),
         ({}, "tasks", "required"),
@@ -130,7 +137,25 @@ def test_each_mistake_is_told_by_its_key_and_its_fix(data: object, field: str, s
     assert said in found[field]
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise OSError('no display')", "OSError: no display"),
+        ("import sys; sys.exit(7)", "SystemExit: 7"),
+        ("def broken(:", "SyntaxError"),
+    ],
+)
+@pytest.mark.parametrize(("key", "name"), [("environment", "Env"), ("reward", "Scorer")])
+def test_a_plugin_that_fails_at_import_is_a_wrong_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str, key: str, name: str
+) -> None:
+    (tmp_path / "plugin_that_fails.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    field = f"tasks.lake.{key}"
+    assert said in problems(with_value(field, f"plugin_that_fails:{name}"))[field]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "a\0b"])
 def test_text_that_cannot_be_stored_is_refused_wherever_it_is(text: str) -> None:
     assert "model" in problems(with_value("model", text))
     problems(with_value("tasks.lake.environment", text))
@@ -168,6 +193,8 @@ def test_files_that_cannot_be_read_are_told_by_their_path(tmp_path: Path) -> Non
         "syntax.toml": b"[training",
         "latin.toml": "name = 'Zürich'".encode("latin-1"),
         "twice.toml": b"a=1\na=2",
+        "deep.toml": b"a=" + b"[" * 5000 + b"]" * 5000,
+        "large.toml": b"#" * 5_000_000,
     }
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)

@@ -27,12 +27,15 @@ _WORD = re.compile(r"\b(left|down|right|up)\b")
 _TILES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 _EVAL_SHARE = 5
 """One layout of so many is kept for split `eval`."""
+_EVAL_SALT = 167
+"""A 4×4 map has few likely layouts. With this start value of the checksum both splits hold holes in the same
+places equally often (within 0.06 for each tile, at 0.7 and 0.8 ice); with 0 they differ by up to 0.16."""
 _MAX_DRAWS = 10_000
 
 
 def split_of(layout: tuple[str, ...]) -> Split:
     """The split a map belongs to: a property of the layout alone, so no layout is in both."""
-    return "eval" if zlib.crc32("\n".join(layout).encode()) % _EVAL_SHARE == 0 else "train"
+    return "eval" if zlib.crc32("\n".join(layout).encode(), _EVAL_SALT) % _EVAL_SHARE == 0 else "train"
 
 
 @lru_cache(maxsize=4096)
