@@ -133,6 +133,10 @@ class Training(Section):
     """Of AdamW, after warm-up."""
     warmup_steps: Int = Field(0, ge=0, le=1_000_000)
     """Steps over which the learning rate grows linearly to its value."""
+    final_learning_rate_share: Float = Field(1.0, ge=0, le=1)
+    """After warm-up the learning rate falls linearly to this share of its value at the last step; 1 keeps it.
+    Late batches, in which most groups have nothing left to teach, are noisy: a falling rate keeps them from
+    undoing what was learned."""
     betas: tuple[Float, Float] = (0.9, 0.95)
     """Of AdamW."""
     weight_decay: Float = Field(0.0, ge=0, le=1)

@@ -123,12 +123,15 @@ class Queue:
                     raise run.fault
                 if not await self._state.acquire_lease(f"trainer:{run.run_id}", self._owner, ttl_s=_LEASE_S):
                     raise LeaseLost(f"another trainer has taken over {run.run_id}")
-                if why := (await self._state.aborted([run.run_id])).get(run.run_id):
-                    return ("cancelled", "") if why == "cancelled" else ("failed", _TAKEN_FOR_LOST)
+                if ended := await self._aborted(run.run_id):
+                    return ended
             await work
         except LeaseLost:
             raise
         except Exception as error:
+            # The services drop the work of a cancelled run, which it may stumble over first.
+            if ended := await self._aborted(run.run_id):
+                return ended
             _LOG.error("run failed", run=run.run_id, exc_info=error)
             return "failed", reason(error, run.folder)
         finally:
@@ -138,6 +141,12 @@ class Queue:
                 work.cancel()
                 await asyncio.wait({work}, timeout=0.5)
         return "finished", ""
+
+    async def _aborted(self, run_id: str) -> tuple[RunState, str] | None:
+        why = (await self._state.aborted([run_id])).get(run_id)
+        if why is None:
+            return None
+        return ("cancelled", "") if why == "cancelled" else ("failed", _TAKEN_FOR_LOST)
 
     async def _conclude(self, run: Run, state: RunState, error: str) -> None:
         try:

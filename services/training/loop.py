@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -87,12 +87,22 @@ class TrainingLoop:
             batch = await self._next_batch(steps - step + 1)
             wait_s = time.perf_counter() - waited
             stats, train_s = await self._train(batch)
-            publish_s = await self._publish(step)
-            await self._retire(batch, step)
-            await self._record(
-                step, batch, stats, wait_s, train_s, publish_s, time.perf_counter() - step_began
-            )
+            await _whole(self._finish(step, batch, stats, wait_s, train_s, step_began))
             step_began = time.perf_counter()
+
+    async def _finish(
+        self,
+        step: int,
+        batch: Mapping[str, Sequence[TrajectoryScored]],
+        stats: StepStats,
+        wait_s: float,
+        train_s: float,
+        step_began: float,
+    ) -> None:
+        """What makes a step count: all of it or none, also where the run is cancelled meanwhile."""
+        publish_s = await self._publish(step)
+        await self._retire(batch, step)
+        await self._record(step, batch, stats, wait_s, train_s, publish_s, time.perf_counter() - step_began)
 
     async def _top_up(self, steps_left: int) -> None:
         groups = self.admission.issue(version=self.version, now=time.time(), steps_left=steps_left)
@@ -243,6 +253,20 @@ class TrainingLoop:
         self._dropped_since.clear()
         await self._journal.write(record)
         await self._state.update_run(self._run_id, step=step, version=self.version)
+
+
+async def _whole(work: Coroutine[object, object, None]) -> None:
+    """Run it to its end; a cancellation that comes meanwhile is raised afterwards."""
+    task = asyncio.create_task(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:

@@ -38,7 +38,8 @@ from shared.topics import SAMPLES, training_group
 
 _LOG = structlog.get_logger()
 _FOLDER_ERRORS = {
-    errno.EACCES, errno.EEXIST, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOTDIR,
+    errno.EACCES, errno.EEXIST, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO,
+    errno.ENOTDIR,
 }  # fmt: skip
 
 

@@ -265,11 +265,15 @@ class Trainer:
 
 
 def learning_rate(step: int, training: Training) -> float:
-    """Rate of a step, counted from 0: linear growth over `warmup_steps`, then constant.
+    """Rate of a step, counted from 0: linear growth over `warmup_steps`, then linear to its final share.
 
     A pure function of the step, so nothing of it can be restored twice or not at all.
     """
-    return training.learning_rate * min(1.0, (step + 1) / max(training.warmup_steps, 1))
+    if step < training.warmup_steps:
+        return training.learning_rate * (step + 1) / training.warmup_steps
+    falling = max(training.steps - training.warmup_steps - 1, 1)
+    progress = min(1.0, (step - training.warmup_steps) / falling)
+    return training.learning_rate * (1.0 - (1.0 - training.final_learning_rate_share) * progress)
 
 
 def _adamw(parameters: Sequence[Tensor], training: Training) -> torch.optim.AdamW:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 from pydantic import JsonValue
 from run_environments import RELEASE
-from turn_stack import CLASSES, TurnStack, turn_stack
+from turn_stack import TurnStack, turn_stack
 
 from services.environment.app import create_app as create_environment
 from services.generation.app import create_app as create_generation
@@ -45,14 +44,13 @@ RECIPE: dict[str, JsonValue] = {
 }
 
 
-def small(**changes: Mapping[str, JsonValue] | JsonValue) -> dict[str, JsonValue]:
+def small(**changes: JsonValue) -> dict[str, JsonValue]:
     """The recipe with keys of its sections changed."""
     made: dict[str, JsonValue] = json.loads(json.dumps(RECIPE))
     for section, value in changes.items():
         before = made.get(section)
-        made[section] = (
-            before | dict(value) if isinstance(before, dict) and isinstance(value, dict) else value
-        )  # type: ignore[assignment]
+        merged = isinstance(before, dict) and isinstance(value, dict) and section != "tasks"
+        made[section] = {**before, **value} if merged else value  # type: ignore[dict-item]
     return made
 
 

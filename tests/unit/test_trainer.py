@@ -306,6 +306,10 @@ def test_learning_rate_warms_up_linearly_and_is_reported() -> None:
     training = Training(learning_rate=0.4, warmup_steps=4)
     assert [learning_rate(s, training) for s in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
     assert learning_rate(0, Training(learning_rate=0.4, warmup_steps=0)) == 0.4
+    falling = Training(learning_rate=0.4, warmup_steps=2, steps=7, final_learning_rate_share=0.5)
+    assert [learning_rate(s, falling) for s in range(9)] == pytest.approx(
+        [0.2, 0.4, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2, 0.2]
+    )
 
 
 def test_two_steps_resume_two_steps_equals_four_steps(tmp_path: Path) -> None:
