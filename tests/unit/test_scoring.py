@@ -112,7 +112,7 @@ def test_a_turn_reward_that_is_not_a_number_gives_no_reward() -> None:
         ("no.such.module:Thing", {}, "unknown_scorer"),
         ("episode_return", {"minimun": 0.0}, "scorer_failed"),
         ("episode_return", {"minimum": 2.0}, "scorer_failed"),
-        (f"{HERE}:Path", {}, "scorer_failed"),
+        (f"{HERE}:Path", {}, "unknown_scorer"),
         (f"{HERE}:Exits", {}, "scorer_failed"),
     ],
 )
