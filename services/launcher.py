@@ -333,6 +333,8 @@ class Launcher:
             self._forced = True
             for child in self._children.values():
                 child.kill()
+            # What the body does about the first signal needs those children.
+            self._cancel_owner()
             return
         self.interrupted = number
         self._cancel_owner()
