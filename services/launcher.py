@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import sys
 import time
@@ -27,7 +26,7 @@ from services.host import APPS, CHILD_OF
 from shared import topics
 from shared.embedded import admin
 from shared.embedded.kafka import EmbeddedKafka, LocalKafka
-from shared.embedded.process import Child, RestartPolicy, bind, free_port, locked
+from shared.embedded.process import Child, RestartPolicy, bind, check_folder, free_port, locked
 from shared.embedded.redis import EmbeddedRedis, answers
 from shared.errors import Internal, Invalid, Unavailable
 from shared.settings import Group, Settings
@@ -180,7 +179,8 @@ class Launcher:
 
     async def _start(self) -> None:
         folder = self.settings.state_dir
-        _check_disk(folder)
+        check_folder("ROLLART_STATE_DIR", folder, min_free_bytes=MIN_FREE_BYTES)
+        check_folder("ROLLART_RUNS_DIR", self.settings.runs_dir, min_free_bytes=MIN_FREE_BYTES)
         self._lock.enter_context(locked(folder / "lock"))
         self._choose_ports()
         parts: list[_Part] = []
@@ -387,16 +387,3 @@ async def _is_ready(client: httpx.AsyncClient, url: str) -> bool:
         return (await client.get(f"{url}/readyz")).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
-
-
-def _check_disk(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise Invalid(f"cannot write to ROLLART_STATE_DIR={folder}: {error.strerror}") from error
-    if free < MIN_FREE_BYTES:
-        raise Invalid(
-            f"only {free // 1_000_000} MB free at {folder}, {MIN_FREE_BYTES // 1_000_000} MB are needed: "
-            "free some or set ROLLART_STATE_DIR to a folder on another disk"
-        )

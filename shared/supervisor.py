@@ -8,6 +8,7 @@ with exit code 1. Every service's `create_app` puts one into `app.state.supervis
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -19,6 +20,7 @@ from shared.errors import Internal
 
 Status = Literal["running", "stopped", "failed"]
 log = structlog.get_logger()
+_ASK_AGAIN_S = 1.0
 
 
 class LoopDied(Internal):
@@ -109,12 +111,20 @@ class Supervisor:
             if loop.ended.is_set():
                 continue
             try:
-                loop.end()
-                await asyncio.wait_for(loop.ended.wait(), self._stop_s)
+                await self._end(loop)
             except TimeoutError:
                 log.error("loop_did_not_stop", loop=loop.name, after_s=self._stop_s)
             except Exception:
                 log.exception("loop_stop_failed", loop=loop.name)
+
+    async def _end(self, loop: _Loop) -> None:
+        """End one loop within the bound, asking again: a cancellation can be lost, for instance in a `wait_for`
+        that has its result at that moment."""
+        async with asyncio.timeout(self._stop_s):
+            while not loop.ended.is_set():
+                loop.end()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(loop.ended.wait(), _ASK_AGAIN_S)
 
     async def __aenter__(self) -> Self:
         return self

@@ -82,10 +82,21 @@ def run_async(work: Coroutine[object, object, T]) -> T:
 
 
 def log_to(path: Path) -> None:
-    """Send this process's own log to a file: the terminal belongs to the display."""
+    """Send this process's own log to a file in the state folder: the terminal belongs to the display.
+
+    Raises Invalid where it cannot be written.
+    """
     import structlog
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from shared.errors import Invalid
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise Invalid(
+            f"cannot write to {path}: {error.strerror}; set ROLLART_STATE_DIR to another folder"
+        ) from error
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -93,7 +104,7 @@ def log_to(path: Path) -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8")),
+        logger_factory=structlog.WriteLoggerFactory(file=file),
     )
 
 

@@ -10,10 +10,12 @@ import contextlib
 import fcntl
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,3 +224,21 @@ def bind(host: str, port: int, *, field_name: str = "HTTP__PORT") -> socket.sock
             f"with {field_name}=<port> ({field_name}=0 picks a free one)"
         ) from error
     return bound
+
+
+def check_folder(name: str, folder: Path, *, min_free_bytes: int) -> None:
+    """Make a folder of results. Raises Invalid, naming the variable that sets it, where it cannot be written
+    or its disk is full."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise Invalid(
+            f"cannot write to {name}={folder}: {error.strerror}; set it to another folder"
+        ) from error
+    if free < min_free_bytes:
+        raise Invalid(
+            f"only {free // 1_000_000} MB free at {folder}, {min_free_bytes // 1_000_000} MB are needed: "
+            f"free some or set {name} to a folder on another disk"
+        )

@@ -168,6 +168,18 @@ async def test_a_full_disk_is_refused_by_folder_before_anything_starts(
     assert not (tiny / "state" / "logs").exists()
 
 
+@pytest.mark.parametrize("name", ["ROLLART_STATE_DIR", "ROLLART_RUNS_DIR"])
+async def test_a_folder_that_cannot_be_written_is_refused_by_its_variable_before_anything_starts(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tiny / "file").write_text("")
+    monkeypatch.setenv(name, str(tiny / "file" / "folder"))
+    with pytest.raises(Invalid, match=name):
+        async with stack(tiny):
+            pytest.fail("started without a folder to write to")
+    assert not (tiny / "state" / "logs").exists()
+
+
 @pytest.mark.skipif(not os.environ.get("KAFKA_HOME"), reason="KAFKA_HOME is not set")
 async def test_a_killed_local_kafka_comes_back_with_its_topics_at_its_address(tiny: Path) -> None:
     settings = load_settings().model_copy(update={"kafka": KafkaSettings(bootstrap="local", partitions=2)})
@@ -264,6 +276,22 @@ def test_a_second_signal_ends_a_stack_that_waits_for_a_stopped_service(tiny: Pat
     until(lambda: not psutil.pid_exists(pids["gateway"]))
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(30) == 130
+    assert running(tiny) == []
+
+
+async def interrupted_twice(folder: Path) -> None:
+    async with asyncio.timeout(30), stack(folder, services=("router",)) as launched:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await launched.wait()
+        except asyncio.CancelledError:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+
+async def test_a_second_signal_also_ends_what_the_body_does_about_the_first(tiny: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        await interrupted_twice(tiny)
     assert running(tiny) == []
 
 

@@ -94,6 +94,7 @@ def tiny_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         (folder / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
     monkeypatch.setenv("ROLLART_STATE_DIR", str(folder / "state"))
+    monkeypatch.setenv("ROLLART_RUNS_DIR", str(folder / "runs"))
     yield folder
     left = running(folder)
     for process in left:

@@ -294,3 +294,15 @@ def test_small_drawings() -> None:
     assert sparkline([]) == ""
     assert [arrow([0, 0, 1, 1]), arrow([1, 1, 0, 0]), arrow([1, 1, 1, 1]), arrow([1])] == ["↗", "↘", "→", " "]
     assert [duration(42.9), duration(185), duration(7620)] == ["42s", "3m 05s", "2h 07m"]
+
+
+@pytest.mark.parametrize("command", [["run", "recipe.toml"], ["up"]])
+def test_a_state_folder_that_cannot_be_written_is_wrong_input_naming_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.toml").write_text('[tasks.lake]\nenvironment = "frozenlake"\n')
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROLLART_STATE_DIR", str(tmp_path / "file" / "state"))
+    with pytest.raises(Invalid, match="ROLLART_STATE_DIR"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
