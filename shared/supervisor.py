@@ -118,8 +118,9 @@ class Supervisor:
                 log.exception("loop_stop_failed", loop=loop.name)
 
     async def _end(self, loop: _Loop) -> None:
-        """End one loop within the bound, asking again: a cancellation can be lost, for instance in a `wait_for`
-        that has its result at that moment."""
+        """End one loop within the bound. Asks again: a cancellation can be lost, for instance in a `wait_for`
+        that has its result at that moment.
+        """
         async with asyncio.timeout(self._stop_s):
             while not loop.ended.is_set():
                 loop.end()
