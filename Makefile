@@ -35,7 +35,8 @@ up: setup  ## start the stack and keep it, for REST and `rollart submit`
 	@$(BIN)/rollart up
 
 test: setup  ## every test: unit, integration, end to end
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests/unit tests/integration -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e
 
 unit: setup  ## unit tests only
 	$(BIN)/python -m pytest tests/unit
