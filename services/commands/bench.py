@@ -32,7 +32,11 @@ def turn(
     import json
 
     from benchmarks.turn import main
+    from shared.settings import TelemetrySettings
+    from shared.telemetry import configure_logs
 
+    # On stderr: what is printed is for whoever reads the figures.
+    configure_logs(TelemetrySettings(log_level="warning"), service="bench")
     found = main(seconds=seconds)
     if as_json:
         write_line(json.dumps(found))

@@ -224,13 +224,17 @@ class Admission:
             self._quota = Counter(self._batch_turn.next() for _ in range(self._rollout.groups_per_step))
         chosen: list[Group] = []
         for task, wanted in self._quota.items():
-            complete = [g for g in self.open.values() if g.complete and g.prompt.task == task]
-            if len(complete) < wanted:
+            usable = [g for g in self.open.values() if g.prompt.task == task and self._usable(g, version)]
+            if len(usable) < wanted:
                 return None
-            chosen += sorted(complete, key=lambda group: group.order)[:wanted]
+            chosen += sorted(usable, key=lambda group: group.order)[:wanted]
         self._quota = Counter()
         chosen.sort(key=lambda group: group.order)
         return {group.group_id: group.fresh(version, self._rollout.max_staleness) for group in chosen}
+
+    def _usable(self, group: Group, version: int) -> bool:
+        """Complete, with members enough that can still be trained; what is not goes at the next eviction."""
+        return group.complete and len(group.fresh(version, self._rollout.max_staleness)) >= self._min_members
 
     def retire(self, group_ids: list[str]) -> list[Callable[[], None]]:
         """Close trained groups whose version is published. Returns the acknowledgements they owe."""

@@ -175,6 +175,14 @@ def test_a_group_left_with_one_member_is_dropped_as_singleton() -> None:
     assert [d.reason for d in admission.evict(version=0, now=1.0)] == ["singleton_group"]
 
 
+def test_a_group_that_fails_after_the_last_eviction_is_in_no_batch() -> None:
+    admission, groups = admit(groups_per_step=1, max_staleness=0)
+    assert admission.evict(version=0, now=1.0) == []
+    complete(admission, groups[0], reward=None, reason="environment_error")
+    assert admission.batch(version=0) is None
+    assert [d.reason for d in admission.evict(version=0, now=1.0)] == ["environment_error"]
+
+
 def test_every_batch_holds_each_task_by_its_weight() -> None:
     admission = Admission(recipe(tasks={"slow": 1.0, "fast": 1.0}, groups_per_step=4), run_id="run")
     groups = admission.issue(version=0, now=0.0, steps_left=100)

@@ -53,6 +53,12 @@ def score(given: TrajectoryCompleted, **settings: float) -> TrajectoryScored:
         ("success", {"threshold": 0.5}, (0.0, 0.5), 1.0),
     ],
 )
+def own_children() -> list[psutil.Process]:
+    """Children that score; those of other tests' fixtures are none of ours."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if "services.reward.child" in " ".join(child.cmdline())]
+
+
 def test_built_in_scorers_give_the_return_and_whether_it_was_enough(
     scorer: str, config: dict[str, JsonValue], rewards: tuple[float, ...], expected: float
 ) -> None:
@@ -140,7 +146,7 @@ def test_a_spinning_scorer_is_killed_at_its_limit_and_the_next_gradings_are_norm
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     # results[2] waits for the fresh process.
     assert max(item.score_s for item in results[3:]) < results[1].score_s
-    assert psutil.Process().children(recursive=True) == []
+    assert own_children() == []
 
 
 def test_a_child_that_dies_or_raises_costs_one_reward_only() -> None:
@@ -167,4 +173,4 @@ def test_closing_ends_a_grading_in_progress_and_leaves_no_child(tmp_path: Path) 
         scored = asyncio.run(grade())
     assert (scored.reward, scored.reason) == (None, "scorer_failed")
     assert time.monotonic() - started < 50
-    assert psutil.Process().children(recursive=True) == []
+    assert own_children() == []
