@@ -41,6 +41,12 @@ def score(given: TrajectoryCompleted, **settings: float) -> TrajectoryScored:
         return asyncio.run(scoring.score(given))
 
 
+def own_children() -> list[psutil.Process]:
+    """Children that score; those of other tests' fixtures are none of ours."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if "services.reward.child" in " ".join(child.cmdline())]
+
+
 @pytest.mark.parametrize(
     ("scorer", "config", "rewards", "expected"),
     [
@@ -53,12 +59,6 @@ def score(given: TrajectoryCompleted, **settings: float) -> TrajectoryScored:
         ("success", {"threshold": 0.5}, (0.0, 0.5), 1.0),
     ],
 )
-def own_children() -> list[psutil.Process]:
-    """Children that score; those of other tests' fixtures are none of ours."""
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if "services.reward.child" in " ".join(child.cmdline())]
-
-
 def test_built_in_scorers_give_the_return_and_whether_it_was_enough(
     scorer: str, config: dict[str, JsonValue], rewards: tuple[float, ...], expected: float
 ) -> None:
