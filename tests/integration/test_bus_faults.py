@@ -162,13 +162,15 @@ async def test_a_stored_payload_that_changed_is_not_handled(
     embedded_kafka: KafkaSettings, tmp_path: Path
 ) -> None:
     got = Collector(ack=True)
+    dead = metrics.EVENTS_DEAD.labels(TURNS, "claim_corrupt")
+    before = value(dead)
     async with process(embedded_kafka, tmp_path) as p:
         await p.bus.send(TURNS, event(1, "x" * 1_000_000))
         (key,) = p.store.list("payloads")
         p.store.put(key, p.store.get(key).replace(b"xx", b"xy", 1))
         await p.bus.send(TURNS, event(2))
         p.bus.subscribe([TURNS], group="router", handler=got)
-        await until(lambda: got.numbers == [2])
+        await until(lambda: got.numbers == [2] and value(dead) == before + 1)
     (letter,) = await asyncio.to_thread(dead_letters, embedded_kafka, tmp_path)
     assert letter.headers["reason"] == "claim_corrupt"
 
