@@ -8,10 +8,10 @@ from typing import Protocol, cast
 from confluent_kafka import Consumer, KafkaError
 
 _BATCH = 256
-_CROWDED = 12
+_CROWDED = 3
 """After a batch of this size more is on its way: waiting a moment costs no throughput and saves a wake-up of
 the thread and of the event loop for every few messages."""
-_GATHER_S = 0.0015
+_GATHER_S = 0.002
 
 
 class Taken(Protocol):
