@@ -179,8 +179,8 @@ CASES = (
 
 
 def node_ids() -> list[str]:
-    """For pytest, each once."""
-    return list(dict.fromkeys(f"tests/{test}" for case in CASES for test in case.tests))
+    """For pytest, each once, by file: fixtures of a module are made once."""
+    return sorted({f"tests/{test}" for case in CASES for test in case.tests})
 
 
 def page() -> str:

@@ -29,6 +29,7 @@ async def stack(
 
 @pytest_asyncio.fixture(**LOOP)  # type: ignore[call-overload]
 async def services(stack: TurnStack) -> AsyncIterator[dict[str, Context]]:
+    odd_environments.RELEASE.clear()
     async with whole_path(stack, environment={"threads": 2}) as contexts:
         yield contexts
         odd_environments.RELEASE.set()

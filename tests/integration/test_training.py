@@ -141,6 +141,7 @@ async def services(
     _embedded_broker: EmbeddedKafka, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Lab]:
     """All but training."""
+    RELEASE.clear()
     folder = tmp_path_factory.mktemp("training")
     async with turn_stack(_embedded_broker, redis_url, folder) as stack, AsyncExitStack() as exits:
         lab = Lab(stack)
