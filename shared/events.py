@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from shared.errors import RollArtError
+
 CONTEXT_VERSION = -1
 """The `versions` entry of a token that no policy sampled (environment text, template glue)."""
 
@@ -189,6 +191,21 @@ class TurnFailed(Event):
     """An error code of `shared/errors.py`."""
     message: str
     retryable: bool
+
+    @classmethod
+    def of(cls, turn: TurnRequested, error: RollArtError) -> TurnFailed:
+        """The reply to a try that ended in an error."""
+        return cls(
+            run_id=turn.run_id,
+            trajectory_id=turn.trajectory_id,
+            attempt=turn.attempt,
+            turn=turn.turn,
+            try_number=turn.try_number,
+            asker=turn.asker,
+            code=error.code,
+            message=error.message,
+            retryable=error.retryable,
+        )
 
 
 class TrajectoryStatus(StrEnum):

@@ -291,21 +291,9 @@ class Worker:
         self._send(held, generated)
 
     def _reply_failed(self, held: InHand, error: RollArtError) -> None:
-        turn = held.turn
         self.failures[error.code] = self.failures.get(error.code, 0) + 1
         metrics.TURNS_FAILED.labels(error.code).inc()
-        failed = TurnFailed(
-            run_id=turn.run_id,
-            trajectory_id=turn.trajectory_id,
-            attempt=turn.attempt,
-            turn=turn.turn,
-            try_number=turn.try_number,
-            asker=turn.asker,
-            code=error.code,
-            message=error.message,
-            retryable=error.retryable,
-        )
-        self._send(held, failed)
+        self._send(held, TurnFailed.of(held.turn, error))
 
     def _send(self, held: InHand, reply: TurnGenerated | TurnFailed) -> None:
         self._publisher.publish(

@@ -160,19 +160,13 @@ class Dispatch:
 
     def _fail(self, delivery: Delivery, turn: TurnRequested) -> None:
         wanted = turn.affinity or self._settings.default_class
-        failed = TurnFailed(
-            run_id=turn.run_id,
-            trajectory_id=turn.trajectory_id,
-            attempt=turn.attempt,
-            turn=turn.turn,
-            try_number=turn.try_number,
-            asker=turn.asker,
-            code=NoWorker.code,
-            message=f"no live worker of class {wanted!r} nor {self._settings.default_class!r}",
-            retryable=NoWorker.retryable,
-        )
+        error = NoWorker(f"no live worker of class {wanted!r} nor {self._settings.default_class!r}")
         self._bus.publish(
-            REPLIES, failed, partition=turn.reply_partition, run_id=turn.run_id, on_delivered=delivery.ack
+            REPLIES,
+            TurnFailed.of(turn, error),
+            partition=turn.reply_partition,
+            run_id=turn.run_id,
+            on_delivered=delivery.ack,
         )
 
     def status(self) -> dict[str, JsonValue]:
