@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from shared.errors import NotFound
 from shared.state import State
 from shared.store import ObjectStore
 from shared.tokens import ChatTokenizer
@@ -18,14 +17,6 @@ class PolicyView:
     version: int
     pinned: bool
     tokenizer: ChatTokenizer
-
-
-def split_reference(reference: str) -> tuple[str, int | None]:
-    """`name@12` → name and 12; `name` → name and None. Raises NotFound for a version that is no number."""
-    name, at, version = reference.partition("@")
-    if at and not (version.isascii() and version.isdigit()):
-        raise NotFound(f"policy {reference!r}: a version is a number")
-    return name, int(version) if at else None
 
 
 class Policies:
@@ -49,17 +40,10 @@ class Policies:
         return await asyncio.shield(task)
 
     async def _load(self, reference: str) -> PolicyView:
-        name, version = split_reference(reference)
-        if version is not None:
-            record, model_uri = await self._state.policy_version(name, version)
-        else:
-            newest = await self._state.policy(name)
-            if newest is None:
-                raise NotFound(f"no policy {name!r}")
-            record, model_uri = newest
+        record, model_uri = await self._state.find_policy(reference)
         folder = self._store.folder(model_uri)
         tokenizer = await asyncio.to_thread(ChatTokenizer.from_folder, folder)
-        view = PolicyView(record.version, version is not None, tokenizer)
+        view = PolicyView(record.version, "@" in reference, tokenizer)
         self._views[reference] = view
         return view
 

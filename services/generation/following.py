@@ -15,7 +15,7 @@ import structlog
 from services.generation.protocol import Engine
 from services.generation.worker import Worker
 from shared import metrics, registry, weights
-from shared.errors import NotFound, RollArtError, WeightsInvalid
+from shared.errors import RollArtError, WeightsInvalid
 from shared.events import PolicyPublished
 from shared.settings import GenerationSettings
 from shared.state import State
@@ -68,21 +68,10 @@ class PolicyFollower:
                 wake.cancel()
             self._wake.clear()
 
-    async def _find(self, reference: str) -> tuple[PolicyPublished, str]:
-        name, at, version = reference.partition("@")
-        if at and not (version.isascii() and version.isdigit()):
-            raise NotFound(f"policy {reference!r}: a version is a number")
-        if at:
-            return await self._state.policy_version(name, int(version))
-        newest = await self._state.policy(name)
-        if newest is None:
-            raise NotFound(f"no policy {name!r}")
-        return newest
-
     async def _open(self, worker: Worker, reference: str) -> None:
         """A new engine for a policy that is not hosted yet."""
         try:
-            record, model_uri = await self._find(reference)
+            record, model_uri = await self._state.find_policy(reference)
             engine = await asyncio.to_thread(self._make, record, model_uri)
         except RollArtError as error:
             _LOG.error("policy not hosted", policy=reference, error=error.message)

@@ -61,6 +61,21 @@ class Policies(Link):
             raise NotFound(f"policy {name} has no version {version}")
         return PolicyPublished.model_validate_json(str(found[0])), model_uri
 
+    async def find_policy(self, reference: str) -> tuple[PolicyPublished, str]:
+        """What a reference means now: `name` the newest version, `name@12` that one.
+
+        Raises NotFound for an unknown policy or version, and for a version that is no number.
+        """
+        name, at, version = reference.partition("@")
+        if at and not (version.isascii() and version.isdigit()):
+            raise NotFound(f"policy {reference!r}: a version is a number")
+        if at:
+            return await self.policy_version(name, int(version))
+        newest = await self.policy(name)
+        if newest is None:
+            raise NotFound(f"no policy {name!r}")
+        return newest
+
     async def policy_versions(self, name: str) -> list[int]:
         """Versions kept, ascending."""
         found = await self._redis.zrange(self._key("policy", name, "versions"), 0, -1)
