@@ -10,7 +10,7 @@ import time
 import uvloop
 
 from benchmarks.turn_load import NEW_TOKENS, PROMPT, Level, measure
-from services.environment.turns import TurnClient
+from shared.turns import TurnClient
 from shared.bus import Bus
 from shared.events import Sampling, TurnRequested
 from shared.settings import load_settings

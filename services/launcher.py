@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -61,7 +62,8 @@ def environment(settings: Settings) -> dict[str, str]:
         value = getattr(settings, name)
         if isinstance(value, Group):
             for key, inner in value.model_dump(mode="json", exclude_none=True).items():
-                values[f"{name.upper()}__{key.upper()}"] = str(inner)
+                text = json.dumps(inner) if isinstance(inner, dict | list) else str(inner)
+                values[f"{name.upper()}__{key.upper()}"] = text
         elif isinstance(field.validation_alias, str) and str(value):
             values[field.validation_alias] = str(value)
     return values

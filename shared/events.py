@@ -22,6 +22,10 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Role = Literal["prefill", "decode", "both"]
 Purpose = Literal["train", "eval", "warm_start", "task"]
 Split = Literal["train", "eval"]
+Phases = Literal["together", "split", "auto"]
+"""Whether prefill and decode of a turn run on one worker, on two, or as the router measures to be cheaper."""
+AUTO = "auto"
+"""In place of a device class: the router picks it by what it measures."""
 
 
 class Event(BaseModel):
@@ -85,7 +89,11 @@ class RolloutRequested(Event):
     """Lag at which the environment gives up at a turn; None for rollouts that are never trained."""
     deadline: FiniteFloat
     affinity: str | None = None
-    """Device class that the task prefers."""
+    """Device class that the task prefers, or `auto`."""
+    prefill_affinity: str | None = None
+    """The same for the prefill of a split turn; the router's where absent."""
+    phases: Phases | None = None
+    """The router's where absent."""
     reward: RewardSpec = RewardSpec()
 
 
@@ -114,8 +122,16 @@ class TurnRequested(Event):
     """Process that waits for the reply (partitions may be shared)."""
     reply_partition: int
     last_worker: str | None = None
-    """Worker that served the previous turn: it may hold the KV."""
+    """Worker that answered the previous turn: it may hold the KV."""
+    last_prefill_worker: str | None = None
+    """Worker that prefilled the previous turn, where it was split: it may hold the KV of that prompt."""
     affinity: str | None = None
+    """Device class for the turn, of its decode where it is split; `auto`: the router picks."""
+    prefill_affinity: str | None = None
+    """Device class for the prefill of a split turn."""
+    phases: Phases | None = None
+    stream: bool = False
+    """The asker wants tokens as they are sampled (TurnProgressed)."""
 
 
 class GenerateRequested(Event):
@@ -125,8 +141,60 @@ class GenerateRequested(Event):
     worker_id: str
     device_class: str
     fallback: bool = False
-    """The preferred class had no live worker."""
+    """The preferred class, or the preferred phases, had no live worker."""
     assigned_at: FiniteFloat
+
+
+class DecodeTarget(Event):
+    """Where a prefilled turn goes on, chosen by the router together with its prefill worker."""
+
+    worker_id: str
+    device_class: str
+    partition: int
+    """Of the topic `decode.{device_class}`."""
+
+
+class PrefillRequested(Event):
+    """A split turn assigned to a worker of role `prefill`, and where it goes on."""
+
+    turn: TurnRequested
+    worker_id: str
+    device_class: str
+    decode: DecodeTarget
+    fallback: bool = False
+    """A preferred class, or the preferred phases, had no live worker."""
+    assigned_at: FiniteFloat
+
+
+class Prefilled(Event):
+    """What a prefill worker hands over: the first token, and where the prompt's KV can be fetched."""
+
+    worker_id: str
+    device_class: str
+    token_ids: list[int]
+    """The tokens sampled so far: the first one. Shape (1,)."""
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+    version: int
+    """Policy version that computed the KV."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV the prefill worker reused."""
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    kv_transfer_params: dict[str, JsonValue]
+    """For the engine of the decode worker, named as vLLM names them. KV itself goes from worker to worker."""
+
+
+class DecodeRequested(Event):
+    """A prefilled turn handed over to a worker of role `decode`."""
+
+    turn: TurnRequested
+    worker_id: str
+    device_class: str
+    prefilled: Prefilled
+    fallback: bool = False
+    assigned_at: FiniteFloat
+    """When the router assigned the turn."""
 
 
 class FinishReason(StrEnum):
@@ -148,6 +216,22 @@ class TurnTimings(Event):
     decode_s: float = 0.0
 
 
+class Handover(Event):
+    """How the KV of a split turn came from its prefill worker to its decode worker."""
+
+    prefill_worker: str
+    prefill_class: str
+    prefill_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefill worker reused."""
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV was fetched."""
+    transferred_bytes: int = 0
+    transfer_s: float = 0.0
+    recomputed: str = ""
+    """Why the decode worker computed the prompt itself: `gone`, `late`, `version`, `corrupt`, …; empty where
+    the KV was used."""
+
+
 class TurnGenerated(Event):
     """Tokens of one turn. `token_ids`, `logprobs` aligned; `versions` run-length: (version, count)."""
 
@@ -165,8 +249,11 @@ class TurnGenerated(Event):
     versions: list[tuple[int, int]]
     finish_reason: FinishReason
     cached_tokens: int = 0
-    """Prompt tokens whose KV was reused."""
+    """Prompt tokens whose KV the answering worker had or fetched, and did not compute."""
     timings: TurnTimings = TurnTimings()
+    """Of a split turn: those of both workers, added up."""
+    handover: Handover | None = None
+    """Where the turn was split."""
 
     @model_validator(mode="after")
     def _aligned(self) -> TurnGenerated:
@@ -176,6 +263,22 @@ class TurnGenerated(Event):
         if sum(count for _, count in self.versions) != n:
             raise ValueError(f"versions cover {sum(c for _, c in self.versions)} tokens, token_ids {n}")
         return self
+
+
+class TurnProgressed(Event):
+    """Some tokens of a turn that goes on, for an asker that streams them. Lost ones do no harm: TurnGenerated
+    carries all tokens."""
+
+    run_id: str
+    trajectory_id: str
+    attempt: int
+    turn: int
+    try_number: int
+    asker: str
+    start: int
+    """Tokens of the turn before these."""
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 class TurnFailed(Event):

@@ -7,19 +7,29 @@ name. The text under each field is its documentation.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared import registry
 from shared.errors import FieldProblem, Invalid
-from shared.events import Role
+from shared.events import Phases, Role
 
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
+
+
+def _json_object(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"a JSON object is needed here: {error}") from error
+    return value
 
 
 class Group(BaseModel):
@@ -80,7 +90,7 @@ class GenerationSettings(Group):
     engine: str = "torch"
     """A name of the engines table or `package.module:Class`."""
     role: Role = "both"
-    """What of a turn this worker does; `both` is served today."""
+    """What of a turn this worker does: its prefill, its decode, or both."""
     device_class: Label = "bandwidth"
     """Label of this worker's hardware: `compute`, `bandwidth` or the operator's own."""
     device: str = "cpu"
@@ -97,6 +107,20 @@ class GenerationSettings(Group):
     """Policies (or pinned versions) held at once; the least recently used is unloaded."""
     threads: int = Field(1, ge=1, le=256)
     """torch intra-op threads."""
+    kv_host: str = Field("127.0.0.1", min_length=1)
+    """Address on which a prefill worker serves KV to decode workers; `0.0.0.0` tells them its host name."""
+    kv_port: int = Field(0, ge=0, le=65_535)
+    """First port for it; each further policy of the worker takes the next. 0 picks free ones."""
+    kv_lease_s: float = Field(30.0, gt=0, le=3600)
+    """A prefilled prompt's KV waits this long to be fetched; then its memory is freed."""
+    kv_fetch_timeout_s: float = Field(5.0, gt=0, le=600)
+    """A decode worker that has not got a prompt's KV after this computes it itself."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV in the vLLM engine; `auto` is the model's own."""
+    kv_connector: str = "NixlConnector"
+    """The vLLM engine's way of moving KV between workers: the name of a vLLM KV connector."""
+    vllm_args: Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_json_object)] = {}
+    """Further arguments of vLLM's `AsyncEngineArgs`, as a JSON object: `{"tensor_parallel_size": 2}`."""
 
 
 class RouterSettings(Group):
@@ -106,6 +130,25 @@ class RouterSettings(Group):
     """A name of the routing table or `package.module:Class`."""
     default_class: Label = "bandwidth"
     """Device class of a task without affinity, and the fallback of one whose class has no live worker."""
+    phases: Phases = "together"
+    """For turns that do not say: prefill and decode on one worker, `split` over two, or `auto`, as measured."""
+    prefill_class: Label = "compute"
+    """Device class for the prefill of split turns that name none."""
+    decode_class: Label = "bandwidth"
+    """Device class for the decode of split turns that name none."""
+    class_costs: Annotated[
+        dict[Label, Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_json_object)
+    ] = {"compute": 2.85, "bandwidth": 1.0}
+    """Price of a second on a worker of each device class, relative to one another, as a JSON object; a class
+    that is not named costs 1. The defaults are H800 and H20 (table 2 of the RollArt paper)."""
+    max_sessions: int = Field(1024, ge=1, le=1_000_000)
+    """Open sessions of outside agents, over all routers; beyond it a new one is answered 429."""
+    session_idle_s: float = Field(3600.0, gt=0, le=604_800)
+    """A session without a call for so long is ended as aborted."""
+    turn_deadline_s: float = Field(300.0, gt=0, le=86_400)
+    """A session's turn, all tries together."""
+    try_deadline_s: float = Field(30.0, gt=0, le=86_400)
+    """One try of it."""
 
 
 class EnvironmentSettings(Group):
@@ -137,6 +180,15 @@ class TrainingSettings(Group):
     """torch intra-op threads."""
     device: str = "cpu"
     """torch device."""
+
+
+class LauncherSettings(Group):
+    """`LAUNCHER__…`"""
+
+    workers: str = Field("", pattern=r"^[a-z0-9:,*@-]*$")
+    """Generation workers that `rollart run` and `rollart up` start: `class:role`, with `*n` for several, joined
+    by commas: `compute:prefill,bandwidth:decode*2`. Empty: one, of `GENERATION__DEVICE_CLASS` and
+    `GENERATION__ROLE`."""
 
 
 class TelemetrySettings(Group):
@@ -178,6 +230,7 @@ class Settings(BaseSettings):
     environment: EnvironmentSettings = EnvironmentSettings()
     reward: RewardSettings = RewardSettings()
     training: TrainingSettings = TrainingSettings()
+    launcher: LauncherSettings = LauncherSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @property

@@ -4,14 +4,17 @@
 |---|---|---|---|
 | `rollouts` | RolloutRequested | trajectory_id | `environment` |
 | `turns` | TurnRequested | trajectory_id | `router` |
-| `generate.{class}` | GenerateRequested | partition chosen by the router | `generation.{role}.{class}` |
-| `replies` | TurnGenerated, TurnFailed | the asker's own partition | none |
+| `generate.{class}` | GenerateRequested | partition chosen by the router | `generation.both.{class}` |
+| `prefill.{class}` | PrefillRequested | partition chosen by the router | `generation.prefill.{class}` |
+| `decode.{class}` | DecodeRequested | partition chosen by the router | `generation.decode.{class}` |
+| `replies` | TurnGenerated, TurnProgressed, TurnFailed | the asker's own partition | none |
 | `trajectories` | TrajectoryCompleted | group_id | `reward` |
 | `samples` | TrajectoryScored | group_id | `training.{run}`, `gateway` |
 | `policies` | PolicyPublished | policy | none (compacted) |
 | `deadletters` | the original bytes | original key | none |
 
-`generate.` is the topic of role `both`; `prefill.` and `decode.` are those of the other roles.
+A turn whose phases stay together is one GenerateRequested; a split one is a PrefillRequested, which the prefill
+worker turns into a DecodeRequested.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class TopicPlan:
 def plan(settings: KafkaSettings, device_classes: tuple[str, ...] = ("bandwidth",)) -> list[TopicPlan]:
     """Every topic of a stack that serves these device classes."""
     work = [ROLLOUTS, TURNS, TRAJECTORIES, SAMPLES]
-    work += [worker_topic("both", name) for name in device_classes]
+    work += [worker_topic(role, name) for name in device_classes for role in _VERB]
     topics = [TopicPlan(name, settings.partitions) for name in work]
     topics.append(TopicPlan(REPLIES, settings.reply_partitions))
     topics.append(TopicPlan(POLICIES, 1, compacted=True))

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from services.environment.episode import EpisodePlayer
 from services.environment.policies import Policies
 from services.environment.threads import DaemonPool
-from services.environment.turns import TurnClient
+from shared.turns import TurnClient
 from shared import metrics, service
 from shared.bus import Delivery
 from shared.events import RolloutRequested, TrajectoryStatus

@@ -19,7 +19,7 @@ from services.environment.guard import EnvironmentBroke, checked_step, checked_t
 from services.environment.policies import Policies, PolicyView
 from services.environment.protocol import Demonstrator, Environment
 from services.environment.threads import DaemonPool
-from services.environment.turns import TurnClient
+from shared.turns import TurnClient
 from shared import metrics, registry, telemetry
 from shared.errors import DeadlineExceeded, RollArtError
 from shared.events import (

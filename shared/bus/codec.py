@@ -22,8 +22,9 @@ Headers = list[tuple[str, bytes]]
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
-        events.RolloutRequested, events.TurnRequested, events.GenerateRequested, events.TurnGenerated,
-        events.TurnFailed, events.TrajectoryCompleted, events.TrajectoryScored, events.PolicyPublished,
+        events.RolloutRequested, events.TurnRequested, events.GenerateRequested, events.PrefillRequested,
+        events.DecodeRequested, events.TurnGenerated, events.TurnProgressed, events.TurnFailed,
+        events.TrajectoryCompleted, events.TrajectoryScored, events.PolicyPublished,
     )
 }  # fmt: skip
 """Every event that may travel, by its name in the `event` header."""

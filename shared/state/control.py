@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Awaitable
 from typing import cast
 
@@ -13,6 +14,8 @@ from shared.state.link import Link, multi
 from shared.state.records import TaskRecord
 
 _IDEMPOTENCY_S = 24 * 3600
+_ABORTS_KEPT_S = 600.0
+"""No try of a turn lives longer unseen: a worker reads what is new every second."""
 
 
 class Control(Link):
@@ -64,6 +67,22 @@ class Control(Link):
             return {}
         found = await self._redis.mget([self._key("abort", run_id) for run_id in run_ids])
         return {run: str(why) for run, why in zip(run_ids, found, strict=True) if why is not None}
+
+    async def abort_turns(self, trajectory_id: str, attempt: int) -> None:
+        """Ask workers to drop what they have in hand of one attempt at a trajectory."""
+        now = time.time()
+        key = self._key("aborts")
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zadd(key, {f"{trajectory_id}/{attempt}": now})
+            pipe.zremrangebyscore(key, "-inf", now - _ABORTS_KEPT_S)
+            pipe.expire(key, int(2 * _ABORTS_KEPT_S))
+            pipe.publish(self._key("hints"), "aborts")
+            await pipe.execute()
+
+    async def aborted_turns(self, since: float) -> dict[str, float]:
+        """`{trajectory_id}/{attempt}` → when its turns were aborted, of all that were since then."""
+        found = await self._redis.zrangebyscore(self._key("aborts"), since, "+inf", withscores=True)
+        return {str(name): float(score) for name, score in found}
 
     async def create_task(self, task: TaskRecord) -> None:
         """Remember a task that was asked for."""

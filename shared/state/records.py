@@ -22,6 +22,23 @@ class Record(BaseModel):
         return {key: str(value) for key, value in self.model_dump(mode="json").items()}
 
 
+class TaskProfile(Record):
+    """What one task's turns have needed on one worker, accumulated since it started."""
+
+    prefills: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of these, reused or fetched instead of computed."""
+    prefill_s: float = 0.0
+    """From a place in the batch to the first token, summed over turns."""
+    decodes: int = 0
+    generated_tokens: int = 0
+    decode_s: float = 0.0
+    """From the first token to the last, summed over turns."""
+    transfer_s: float = 0.0
+    """Fetching KV from prefill workers, summed over turns."""
+
+
 class WorkerRecord(Record):
     """What a generation worker says of itself, every second."""
 
@@ -37,6 +54,9 @@ class WorkerRecord(Record):
     kv_usage: float
     policies: dict[str, int]
     """Policy reference → version live."""
+    tasks: dict[str, TaskProfile] = {}
+    kv_leases: int = 0
+    """Prefilled prompts whose KV waits to be fetched."""
     draining: bool = False
     updated_at: float
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from services.environment.episode import EpisodePlayer
 from services.environment.policies import Policies
 from services.environment.threads import DaemonPool
-from services.environment.turns import TurnClient
+from shared.turns import TurnClient
 from shared.bus import Bus
 from shared.events import (
     Event,

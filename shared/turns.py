@@ -1,4 +1,4 @@
-"""Asks for turns and waits for their replies. Used by episodes, and by the turn benchmark.
+"""Asks for turns and waits for their replies. Used by episodes, by outside sessions and by benchmarks.
 
 One asker is one process. It leases a partition of `replies` and reads it from where it ends now, so no
 reply can be missed. A try that is not answered by its deadline is asked again under the next number;
