@@ -10,7 +10,6 @@ import time
 import uvloop
 
 from benchmarks.turn_load import NEW_TOKENS, PROMPT, Level, measure
-from shared.turns import TurnClient
 from shared.bus import Bus
 from shared.events import Sampling, TurnRequested
 from shared.settings import load_settings
@@ -18,6 +17,7 @@ from shared.state import State
 from shared.store import open_store
 from shared.supervisor import Supervisor
 from shared.telemetry import root_traceparent
+from shared.turns import TurnClient
 
 POLICY = "bench"
 

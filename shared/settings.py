@@ -131,7 +131,8 @@ class RouterSettings(Group):
     default_class: Label = "bandwidth"
     """Device class of a task without affinity, and the fallback of one whose class has no live worker."""
     phases: Phases = "together"
-    """For turns that do not say: prefill and decode on one worker, `split` over two, or `auto`, as measured."""
+    """For turns that do not say: prefill and decode on one worker, `split` over two, or `auto`: as measured
+    to be cheaper."""
     prefill_class: Label = "compute"
     """Device class for the prefill of split turns that name none."""
     decode_class: Label = "bandwidth"
@@ -186,8 +187,8 @@ class LauncherSettings(Group):
     """`LAUNCHER__…`"""
 
     workers: str = Field("", pattern=r"^[a-z0-9:,*@-]*$")
-    """Generation workers that `rollart run` and `rollart up` start: `class:role`, with `*n` for several, joined
-    by commas: `compute:prefill,bandwidth:decode*2`. Empty: one, of `GENERATION__DEVICE_CLASS` and
+    """Generation workers that `rollart run` and `rollart up` start: `class:role`, with `*n` for several,
+    joined by commas: `compute:prefill,bandwidth:decode*2`. Empty: one, of `GENERATION__DEVICE_CLASS` and
     `GENERATION__ROLE`."""
 
 

@@ -13,8 +13,8 @@
 | `policies` | PolicyPublished | policy | none (compacted) |
 | `deadletters` | the original bytes | original key | none |
 
-A turn whose phases stay together is one GenerateRequested; a split one is a PrefillRequested, which the prefill
-worker turns into a DecodeRequested.
+A turn whose phases stay together is one GenerateRequested; a split one is a PrefillRequested, which the
+prefill worker turns into a DecodeRequested.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from fastapi import FastAPI
 from services.environment.episode import EpisodePlayer
 from services.environment.policies import Policies
 from services.environment.threads import DaemonPool
-from shared.turns import TurnClient
 from shared import metrics, service
 from shared.bus import Delivery
 from shared.events import RolloutRequested, TrajectoryStatus
 from shared.service import Context
 from shared.settings import Settings
 from shared.topics import ROLLOUTS, TRAJECTORIES
+from shared.turns import TurnClient
 
 _CLOSE_S = 2.0
 """For environments that are being closed when the process stops."""

@@ -19,7 +19,6 @@ from services.environment.guard import EnvironmentBroke, checked_step, checked_t
 from services.environment.policies import Policies, PolicyView
 from services.environment.protocol import Demonstrator, Environment
 from services.environment.threads import DaemonPool
-from shared.turns import TurnClient
 from shared import metrics, registry, telemetry
 from shared.errors import DeadlineExceeded, RollArtError
 from shared.events import (
@@ -35,6 +34,7 @@ from shared.events import (
     TurnRequested,
 )
 from shared.settings import EnvironmentSettings
+from shared.turns import TurnClient
 
 _LOG = structlog.get_logger()
 _CLOSE_S = 5.0

@@ -82,7 +82,8 @@ class Control(Link):
     async def aborted_turns(self, since: float) -> dict[str, float]:
         """`{trajectory_id}/{attempt}` → when its turns were aborted, of all that were since then."""
         found = await self._redis.zrangebyscore(self._key("aborts"), since, "+inf", withscores=True)
-        return {str(name): float(score) for name, score in found}
+        pairs = cast(list[tuple[str, float]], found)
+        return {name: float(score) for name, score in pairs}
 
     async def create_task(self, task: TaskRecord) -> None:
         """Remember a task that was asked for."""

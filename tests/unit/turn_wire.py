@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from services.environment.episode import EpisodePlayer
 from services.environment.policies import Policies
 from services.environment.threads import DaemonPool
-from shared.turns import TurnClient
 from shared.bus import Bus
 from shared.events import (
     Event,
@@ -28,6 +27,7 @@ from shared.events import (
 from shared.settings import EnvironmentSettings, KafkaSettings
 from shared.state import State
 from shared.store import FileStore
+from shared.turns import TurnClient
 
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 HE, LLO, HELLO, EOS = (len(LETTERS) + i for i in (1, 3, 4, 5))
