@@ -159,6 +159,9 @@ class Training(Section):
     """DAPO, GRPO and Dr.GRPO respectively, always over the whole batch."""
     mask_truncated: bool = False
     """Leave truncated trajectories out of the loss (they stay in their group's statistics)."""
+    max_mismatch_kl: Float = Field(0.02, gt=0, le=100)
+    """Nats per token between sampler and trainer, at equal weights, above which a step counts as the error
+    `sampler_mismatch`."""
 
 
 class WarmStart(Section):

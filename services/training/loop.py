@@ -20,6 +20,7 @@ import structlog
 from services.training import checkpoint
 from services.training.admission import Admission, Dropped
 from services.training.journal import Journal
+from services.training.mismatch import mismatch
 from services.training.publisher import PolicyPublisher
 from services.training.rollouts import Issuer
 from services.training.trainer import StepStats, Trainer
@@ -159,6 +160,12 @@ class TrainingLoop:
         for name in ("rejected", "skipped"):
             if count := getattr(stats, name):
                 self._journal.errors[f"train_{name}"] += count
+        members = [scored for group in batch.values() for scored in group]
+        limit = self._recipe.training.max_mismatch_kl
+        wrong = mismatch(stats, members, version=self.version, limit=limit)
+        if wrong is not None:
+            self._journal.errors["sampler_mismatch"] += 1
+            _LOG.error("sampler mismatch", why=wrong)
         return stats, train_s
 
     async def _publish(self, step: int) -> float:

@@ -14,6 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from services.training import batch, checkpoint
 from services.training.logprobs import TokenScorer
+from services.training.mismatch import mismatch
 from services.training.trainer import StepStats, Trainer, learning_rate
 from shared.errors import Internal, Invalid
 from shared.events import Sampling, TrajectoryCompleted, TrajectoryScored, TrajectoryStatus
@@ -110,6 +111,18 @@ def test_equal_weights_give_ratio_one_at_any_temperature(temperature: float) -> 
     assert stats.ess == pytest.approx(1.0, abs=1e-6)
     assert stats.chi2 == pytest.approx(0.0, abs=1e-4)
     assert stats.clip_fraction_positive == stats.clip_fraction_negative == 0.0
+
+
+def test_a_sampler_that_is_not_the_trained_policy_raises_the_alarm_at_equal_weights_only() -> None:
+    recipe_ = recipe()
+    agreeing, other = played(tiny(), REWARDS), played(tiny(seed=5), REWARDS)
+    version = max(other["r/a"][0].trajectory.versions)
+    expected = ((agreeing, version, False), (other, version, True), (other, version + 1, False))
+    for groups, at, alarm in expected:
+        stats = Trainer(tiny(), recipe=recipe_).step(groups)
+        members = [scored for group in groups.values() for scored in group]
+        said = mismatch(stats, members, version=at, limit=recipe_.training.max_mismatch_kl)
+        assert (said is not None) == alarm
 
 
 def test_temperature_divides_logits_before_the_softmax() -> None:
