@@ -93,7 +93,7 @@ async def publish_policy(redis_url: str, settings: Settings) -> None:
     await state.close()
 
 
-async def _spawn(arguments: Sequence[str], environ: dict[str, str]) -> asyncio.subprocess.Process:
+async def spawn(arguments: Sequence[str], environ: dict[str, str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", *arguments, env=os.environ | environ, stdout=asyncio.subprocess.PIPE
     )
@@ -131,7 +131,7 @@ async def _compare(
 ) -> dict[str, object]:
     cpu = CpuLog()
     bare = [
-        await _spawn(["benchmarks.turn_bare", *stage], environ)
+        await spawn(["benchmarks.turn_bare", *stage], environ)
         for stage in (("turns", "generate"), ("generate", "replies"))
     ]
     ours: dict[str, Figures] = {}
@@ -141,9 +141,9 @@ async def _compare(
             await _line(stage)
         for number in in_flight:
             level = json.dumps([[number, seconds, 1.5]])
-            asker = await _spawn(["benchmarks.turn_bare", "ask", level], environ)
+            asker = await spawn(["benchmarks.turn_bare", "ask", level], environ)
             plain[str(number)] = await _figures(cpu, asker, [p.pid for p in bare])
-            asker = await _spawn(["benchmarks.turn_asker", level], environ)
+            asker = await spawn(["benchmarks.turn_asker", level], environ)
             ours[str(number)] = await _figures(cpu, asker, list(_services(stack)))
     finally:
         for stage in bare:

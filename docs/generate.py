@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shared import metrics, topics
-from shared.recipe import Recipe, Section, Task
+from shared.recipe import Recipe, Task
+from shared.sections import Section
 from shared.settings import Group, Settings
 from tests import cases
 
@@ -95,6 +96,8 @@ def _range(field: FieldInfo) -> str:
         if getattr(rule, name, None) is not None
     ]
     choices = getattr(field.annotation, "__args__", ())
+    if len(choices) == 2 and choices[1] is type(None):
+        choices = getattr(choices[0], "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         found.append(", ".join(f"`{choice}`" for choice in choices))
     return ", ".join(found)

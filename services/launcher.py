@@ -9,34 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, get_args
 
 import httpx
 import structlog
 
 from services.host import APPS, CHILD_OF
+from services.processes import Process, environment, kv_ports, plan, serve_command
 from shared import topics
 from shared.embedded import admin
 from shared.embedded.kafka import EmbeddedKafka, LocalKafka
 from shared.embedded.process import Child, RestartPolicy, bind, check_folder, free_port, locked
 from shared.embedded.redis import EmbeddedRedis, answers
 from shared.errors import Internal, Invalid, Unavailable
-from shared.settings import Group, Settings
+from shared.events import Role
+from shared.settings import Settings
 
 MIN_FREE_BYTES = 500_000_000
 _READY_S = 120.0
 _POLL_S = 0.1
 _ANSWERING = ("reward", "router", "generation")
 """Services that the others ask: stopped after them."""
+_PARTS = ("redis", "kafka")
 
 log = structlog.get_logger()
 
@@ -50,29 +51,11 @@ class _Part(Protocol):
     def wait_ready(self) -> None: ...
 
 
-def serve_command(service: str) -> list[str]:
-    """The command line of one service's process."""
-    return [sys.executable, "-m", "services.cli", "serve", service]
-
-
-def environment(settings: Settings) -> dict[str, str]:
-    """The variables from which a process loads these very settings."""
-    values: dict[str, str] = {}
-    for name, field in Settings.model_fields.items():
-        value = getattr(settings, name)
-        if isinstance(value, Group):
-            for key, inner in value.model_dump(mode="json", exclude_none=True).items():
-                text = json.dumps(inner) if isinstance(inner, dict | list) else str(inner)
-                values[f"{name.upper()}__{key.upper()}"] = text
-        elif isinstance(field.validation_alias, str) and str(value):
-            values[field.validation_alias] = str(value)
-    return values
-
-
 class Launcher:
     """Starts, watches and stops a stack.
 
-    Entering raises Invalid (a port in use, no disk, no Java: nothing was started), Conflict (the state
+    Making one raises Invalid for a wrong LAUNCHER__WORKERS. Entering raises Invalid (a port in use, no
+    disk, no Java: nothing was started), Conflict (the state
     folder is in use) or Unavailable (a part died while starting; carries the end of its log). When the
     stack fails later, the task inside the `async with` is cancelled and leaving it raises the reason.
     On SIGINT or SIGTERM the same, leaving raises KeyboardInterrupt; a second signal kills all children.
@@ -91,16 +74,18 @@ class Launcher:
             update={"state_dir": folder, "runs_dir": settings.runs_dir.absolute()}
         )
         self.restarts: dict[str, list[float]] = {}
-        """Name of a service, `kafka` or `redis` → Unix times at which it was found dead."""
+        """Name of a process, `kafka` or `redis` → Unix times at which it was found dead."""
         self.interrupted: int | None = None
         """The signal that ended the stack."""
         self.api_key = next(iter(sorted(settings.keys)), "") or secrets.token_urlsafe(24)
         self.bootstrap = settings.kafka.bootstrap
         self.redis_url = settings.redis.url
         self.ports: dict[str, int] = {}
-        self._services = list(services)
+        self.processes = {process.name: process for process in plan(self.settings, services)}
+        """By name, in the order in which they are stopped."""
         self._command = command
-        own = (settings.generation.device_class, settings.router.default_class, *device_classes)
+        workers = [one.settings.generation for one in self.workers] or [settings.generation]
+        own = (*(one.device_class for one in workers), settings.router.default_class, *device_classes)
         self._device_classes = tuple(dict.fromkeys(own))
         self._children: dict[str, Child] = {}
         self._broker: EmbeddedKafka | None = None
@@ -115,15 +100,20 @@ class Launcher:
         self._cancels = 0
 
     @property
+    def workers(self) -> list[Process]:
+        """The processes of `generation`."""
+        return [process for process in self.processes.values() if process.service == "generation"]
+
+    @property
     def urls(self) -> dict[str, str]:
-        """Service → base URL."""
+        """Name of a process → base URL."""
         host = self.settings.http.host
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
         return {name: f"http://{shown}:{port}" for name, port in self.ports.items()}
 
     @property
     def pids(self) -> dict[str, int]:
-        """Service, `kafka` or `redis` → pid, of those that run now."""
+        """Name of a process, `kafka` or `redis` → pid, of those that run now."""
         return {name: child.pid for name, child in self._children.items() if child.pid is not None}
 
     @property
@@ -156,9 +146,8 @@ class Launcher:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
-        services = [self._children[name] for name in APPS if name in self._children]
-        services += [child for name, child in self._children.items() if name not in (*APPS, "redis", "kafka")]
-        asking = [child for child in services if child.name not in _ANSWERING]
+        services = [self._children[name] for name in self.processes if name in self._children]
+        asking = [child for child in services if self.processes[child.name].service not in _ANSWERING]
         limits: dict[str, float] = {}
         for wave in (asking, [child for child in services if child not in asking]):
             for child in wave:
@@ -170,7 +159,7 @@ class Launcher:
                 await self._ended(child, min(limits[child.name], soon))
         for child in services:
             await self._end(child, limits[child.name])
-        for name in ("redis", "kafka"):
+        for name in _PARTS:
             if name in self._children:
                 self._children[name].terminate()
                 await self._end(self._children[name], time.monotonic() + 15)
@@ -209,12 +198,12 @@ class Launcher:
             await asyncio.to_thread(part.wait_ready)
         if self._broker is None:
             await asyncio.to_thread(self._prepare_broker)
-        for name in reversed(self._services):
+        for process in reversed(self.processes.values()):
             child = Child(
-                name=name,
-                command=self._command(name),
-                log_path=self._fresh_log(name),
-                env=self._environ(name),
+                name=process.name,
+                command=self._command(process.service),
+                log_path=self._fresh_log(process.name),
+                env=self._environ(process),
                 leashed=False,
             )
             self._adopt(child)
@@ -234,29 +223,34 @@ class Launcher:
         kafka = self.settings.kafka
         admin.ensure_topics(self.bootstrap, topics.plan(kafka, self._device_classes), settings=kafka)
         groups = ["environment", "router", "reward", "gateway"]
-        groups += [topics.worker_group("both", name) for name in self._device_classes]
+        roles: tuple[Role, ...] = get_args(Role)
+        groups += [topics.worker_group(role, name) for name in self._device_classes for role in roles]
         admin.set_group_sessions(self.bootstrap, groups, settings=kafka)
 
     def _choose_ports(self) -> None:
         """Before anything is started. Raises Invalid for a port in use."""
         host = self.settings.http.host
-        for name in self._services:
-            port = self.settings.http.port if name == "gateway" else 0
+        taken = [port for worker in self.workers for port in kv_ports(worker.settings.generation)]
+        for port in taken:
+            bind(self.settings.generation.kv_host, port, field_name="GENERATION__KV_PORT").close()
+        for name, process in self.processes.items():
+            port = self.settings.http.port if process.service == "gateway" else 0
             if port:
                 bind(host, port).close()
-            self.ports[name] = port or free_port(host, avoid=list(self.ports.values()))
+            self.ports[name] = port or free_port(host, avoid=taken)
+            taken.append(self.ports[name])
 
-    def _environ(self, service: str) -> dict[str, str]:
-        ours = environment(self.settings) | {
+    def _environ(self, process: Process) -> dict[str, str]:
+        ours = environment(process.settings) | {
             "KAFKA__BOOTSTRAP": self.bootstrap,
             "REDIS__URL": self.redis_url,
-            "HTTP__PORT": str(self.ports[service]),
+            "HTTP__PORT": str(self.ports[process.name]),
             "ROLLART_API_KEYS": self.settings.api_keys or self.api_key,
             CHILD_OF: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
         if self.settings.worker_id:
-            ours["ROLLART_WORKER_ID"] = f"{self.settings.worker_id}-{service}"
+            ours["ROLLART_WORKER_ID"] = f"{self.settings.worker_id}-{process.name}"
         if self._broker is not None and self.settings.kafka.fetch_wait_ms is None:
             ours["KAFKA__FETCH_WAIT_MS"] = "5"
         inherited = {name: value for name, value in os.environ.items() if name.upper() not in ours}
@@ -277,7 +271,7 @@ class Launcher:
     async def _until_ready(self) -> None:
         """Poll `/readyz` of every service. Raises with the end of the log of one that ends or hangs."""
         limit = time.monotonic() + _READY_S
-        waiting = set(self._services)
+        waiting = set(self.processes)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
             while waiting:
                 for child in self._children.values():

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from shared.events import Role, Split, TrajectoryStatus
-from shared.recipe import Float, Int, Name
+from shared.events import Phases, Role, Split, TrajectoryStatus
+from shared.sections import Float, Int, Name
 from shared.summary import RunState
 
 TERMINAL: frozenset[str] = frozenset({"finished", "failed", "cancelled"})
@@ -113,7 +113,7 @@ class TaskRequest(Body):
     max_tokens_per_turn: Int | None = Field(None, ge=1, le=131_072)
     context_window: Int | None = Field(None, ge=16, le=1_048_576)
     affinity: Name | None = None
-    """Device class for the task's turns; default: the recipe's, else the router's."""
+    """Device class for the task's turns, or `auto`; default: the recipe's, else the router's."""
     deadline_s: Float = Field(300.0, ge=1, le=86_400)
     """What has not ended by then is aborted and counts as lost."""
 
@@ -216,3 +216,82 @@ class WorkerList(Answer):
     """`GET /v1/workers`."""
 
     workers: list[Worker]
+
+
+class AffinityWish(Answer):
+    """What turns ask for, the router's settings filled in; `auto` is left to the router."""
+
+    phases: Phases
+    device_class: str
+    """Of turns on one worker."""
+    decode_class: str
+    """Of the decode of split turns."""
+    prefill_class: str
+    """Of their prefill."""
+
+
+class AffinityOption(Answer):
+    """One way to serve a task's turns, with what it costs. Seconds and tokens are of the task's typical turn,
+    null before they are measured."""
+
+    phases: Literal["together", "split"]
+    device_class: str
+    """Of the decode, where split."""
+    prefill_class: str | None = None
+    """Where split."""
+    turns: float
+    """Measured, by half less for every minute since."""
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    transfer_s: float | None = None
+    """Of the prompt's KV, where split."""
+    price: float
+    """Of a second on the class, relative to the others."""
+    prefill_price: float
+    """Of a second on the class of the prefill."""
+    cost: float | None = None
+    """Price times seconds."""
+    exploring: bool = False
+    """Too little was measured of late: a small share of trajectories goes there."""
+
+
+class AffinityFallback(Answer):
+    """A preference that had no live worker."""
+
+    kind: Literal["phases", "class", "prefill_class"]
+    turns: int
+    """Since the router started."""
+    active: bool
+    """Whether it is so now."""
+
+
+class TaskAffinity(Answer):
+    """How the turns of one task are served, and why."""
+
+    task: str
+    wish: AffinityWish
+    phases: Literal["together", "split"]
+    """Now."""
+    device_class: str
+    prefill_class: str | None = None
+    why: str
+    since: float
+    switches: int
+    assigned: int
+    """Turns, since the router started."""
+    explored: int
+    """Trajectories sent elsewhere to measure."""
+    prompt_tokens: float | None = None
+    """Of a typical turn."""
+    generated_tokens: float | None = None
+    cached_share: float | None = None
+    """Of the prompt's tokens, those whose KV was at hand."""
+    options: list[AffinityOption] = []
+    """Those with live workers; only where something is left to the router."""
+    fallbacks: list[AffinityFallback] = []
+
+
+class AffinityReport(Answer):
+    """`GET /v1/affinity` of a router: one entry for each task and what its turns ask for."""
+
+    tasks: list[TaskAffinity]

@@ -32,7 +32,12 @@ TURN_RETRIES = Counter("rollart_turn_retries", "Turns asked again under the next
 LATE_REPLIES = Counter("rollart_late_replies", "Replies of an earlier try, or to nobody, dropped")
 
 # Router
-ASSIGNMENTS = Counter("rollart_assignments", "Turns assigned", ["task", "device_class", "fallback", "sticky"])
+ASSIGNMENTS = Counter(
+    "rollart_assignments",
+    "Turns assigned, a split one once per role; `fallback`: what was preferred and had no live worker",
+    ["task", "role", "device_class", "fallback", "sticky"],
+)
+AFFINITY_SWITCHES = Counter("rollart_affinity_switches", "Changes of a measured choice of hardware", ["task"])
 TURNS_WAITING = Gauge("rollart_turns_waiting", "Turns that wait for a live worker")
 WORKERS_EJECTED = Counter("rollart_workers_ejected", "Workers that let a try pass and answered nobody")
 TURNS_EXPIRED = Counter("rollart_turns_expired", "Turns dropped after their try deadline", ["where"])
@@ -43,6 +48,11 @@ ENGINE_STEP_SECONDS = Histogram("rollart_engine_step_seconds", "One engine step"
 ENGINE_RUNNING = Gauge("rollart_engine_running", "Sequences in the running batch")
 ENGINE_WAITING = Gauge("rollart_engine_waiting", "Requests that wait for the engine")
 KV_USAGE = Gauge("rollart_kv_usage", "Share of KV slots in use, 0 to 1")
+KV_LEASES = Gauge("rollart_kv_leases", "Prefilled prompts whose KV waits to be fetched")
+KV_BYTES = Counter("rollart_kv_bytes", "KV fetched from prefill workers, bytes")
+KV_RECOMPUTED = Counter(
+    "rollart_kv_recomputed", "Split turns whose prompt the decode worker computed again", ["reason"]
+)
 POLICY_VERSION = Gauge("rollart_policy_version", "Newest policy version live in this process")
 WEIGHT_LOADS = Counter("rollart_weight_loads", "Weight loads", ["outcome"])
 WEIGHT_SECONDS = Counter("rollart_weight_seconds", "Seconds of weight transfer", ["part"])

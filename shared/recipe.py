@@ -6,48 +6,22 @@ NaN, infinity or a number out of range is refused by name, before anything start
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from shared import registry
+from shared import placement, registry
 from shared.errors import FieldProblem, Invalid, UnknownPlugin
+from shared.placement import Affinity, Placement
+from shared.sections import Float, Int, Name, Section
+from shared.settings import Label
 
-
-def _number_only(value: object) -> object:
-    if isinstance(value, bool | str):
-        raise ValueError(f"a number is needed here, not {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"a finite number is needed here, not {value}")
-    return value
-
-
-Float = Annotated[float, BeforeValidator(_number_only), Field(allow_inf_nan=False)]
-Int = Annotated[int, BeforeValidator(_number_only)]
 _MAX_FILE_BYTES = 4_000_000
 _MAX_OPEN = 262_144
 """Trajectories asked for at once: beyond it, only the asking would take minutes."""
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-
-
-class Section(BaseModel):
-    """Root of all recipe sections: strict and frozen."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
-    )
 
 
 class TinyModel(Section):
@@ -81,7 +55,7 @@ class Task(Section):
 
     environment: str
     """A name of the environments table or `package.module:Class`."""
-    config: dict[str, JsonValue] = {}
+    config: dict[str, JsonValue] = Field({})
     """The environment's own keys (its `Config`)."""
     weight: Float = Field(1.0, gt=0, le=1000)
     """Share of groups, relative to the other tasks."""
@@ -91,10 +65,11 @@ class Task(Section):
     """New tokens of one turn at most."""
     reward: str = "episode_return"
     """A name of the rewards table or `package.module:Class`."""
-    reward_config: dict[str, JsonValue] = {}
+    reward_config: dict[str, JsonValue] = Field({})
     """The scorer's own keys (its `Config`)."""
-    affinity: Name | None = None
-    """Device class for this task's turns; the router's default where absent."""
+    affinity: Label | None = None
+    """Device class for this task's turns, or `auto`: the same as its entry in `[affinity]`, which holds where
+    this is absent."""
     skill: Float = Field(0.0, ge=0, le=1)
     """Warm start only: probability that scripted play takes the best action it knows, else a random one."""
 
@@ -213,6 +188,7 @@ class Recipe(Section):
     tiny: TinyModel = TinyModel()
     tasks: dict[Name, Task] = Field(min_length=1)
     """Name → task; at least one."""
+    affinity: Affinity = Affinity()
     rollout: Rollout = Rollout()
     training: Training = Training()
     warm_start: WarmStart = WarmStart()
@@ -241,6 +217,10 @@ class Recipe(Section):
             )
         return self
 
+    def placement(self, task: str) -> Placement:
+        """What the turns of a task of this recipe ask of the router."""
+        return self.affinity.of(task, self.tasks[task].affinity)
+
 
 def validate(data: object) -> Recipe:
     """A recipe out of parsed TOML or JSON, its plug-ins' names and configs checked too.
@@ -253,7 +233,7 @@ def validate(data: object) -> Recipe:
         fields = [FieldProblem(field=f.field, message=_hint(f)) for f in registry.problems(error)]
         raise _invalid(fields) from error
     _check_unicode(recipe.model_dump(), "recipe")
-    fields = []
+    fields = placement.problems(recipe.affinity, {name: task.affinity for name, task in recipe.tasks.items()})
     for name, task in recipe.tasks.items():
         plugins: list[tuple[registry.Kind, str, dict[str, JsonValue], str, str]] = [
             ("environment", task.environment, task.config, "environment", "config"),

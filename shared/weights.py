@@ -122,29 +122,43 @@ def publish(
     return prefix, hashlib.sha256(data).hexdigest()
 
 
-def pull(store: ObjectStore, uri: str, *, digest: str | None = None) -> tuple[Manifest, dict[str, RawTensor]]:
-    """Every tensor of a version, each checked against the manifest.
+def pull(store: ObjectStore, uri: str, *, digest: str | None = None) -> dict[str, RawTensor]:
+    """Every tensor of a version, each checked against the manifest. Raises WeightsInvalid as `buckets`
+    does."""
+    return {name: tensor for bucket in buckets(store, uri, digest=digest) for name, tensor in bucket.items()}
 
-    Raises WeightsInvalid where the manifest or a bucket is missing or unreadable, or a checksum, dtype or
-    shape differs.
+
+def buckets(store: ObjectStore, uri: str, *, digest: str | None = None) -> Iterator[dict[str, RawTensor]]:
+    """The tensors of a version bucket by bucket, each checked against the manifest as it comes.
+
+    Raises WeightsInvalid where the manifest or a bucket is missing or unreadable, a tensor of the manifest is
+    missing from its bucket, or a checksum, dtype or shape differs. What a bucket holds beyond the manifest is
+    left out.
     """
+    manifest = read_manifest(store, uri, digest=digest)
+    names: dict[str, list[str]] = {}
+    for name, entry in manifest.tensors.items():
+        names.setdefault(entry.bucket, []).append(name)
+    for bucket in sorted(names):
+        found = _read_bucket(store, f"{uri}/{bucket}")
+        for name in names[bucket]:
+            entry, tensor = manifest.tensors[name], found.get(name)
+            if tensor is None:
+                raise WeightsInvalid(f"{uri}: tensor {name} is missing from {bucket}")
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype or tensor.checksum != entry.sha256:
+                raise WeightsInvalid(f"{uri}: tensor {name} differs from its manifest")
+        yield {name: found[name] for name in names[bucket]}
+
+
+def read_manifest(store: ObjectStore, uri: str, *, digest: str | None = None) -> Manifest:
+    """What a version consists of. Raises WeightsInvalid where it is missing, unreadable or another one."""
     raw = _read(store, f"{uri}/manifest.json")
     if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
         raise WeightsInvalid(f"{uri}: the manifest is not the published one")
     try:
-        manifest = Manifest.model_validate_json(raw)
+        return Manifest.model_validate_json(raw)
     except ValidationError as error:
         raise WeightsInvalid(f"{uri}: manifest unreadable: {error}") from error
-    found: dict[str, RawTensor] = {}
-    for bucket in sorted({entry.bucket for entry in manifest.tensors.values()}):
-        found.update(_read_bucket(store, f"{uri}/{bucket}"))
-    for name, entry in manifest.tensors.items():
-        tensor = found.get(name)
-        if tensor is None:
-            raise WeightsInvalid(f"{uri}: tensor {name} is missing from {entry.bucket}")
-        if tensor.shape != entry.shape or tensor.dtype != entry.dtype or tensor.checksum != entry.sha256:
-            raise WeightsInvalid(f"{uri}: tensor {name} differs from its manifest")
-    return manifest, {name: found[name] for name in manifest.tensors}
 
 
 def _serialize(tensors: Mapping[str, RawTensor]) -> bytes:

@@ -177,6 +177,7 @@ class Episode:
         self._start_version = 0
         self._reset_s = 0.0
         self._last_worker: str | None = None
+        self._last_prefill_worker: str | None = None
 
     async def run(self) -> None:
         """Reset, then turns until the end. Always raises: `_Ended` or an error."""
@@ -243,12 +244,17 @@ class Episode:
             asker=turns.asker,
             reply_partition=turns.partition,
             last_worker=self._last_worker,
+            last_prefill_worker=self._last_prefill_worker,
             affinity=rollout.affinity,
+            prefill_affinity=rollout.prefill_affinity,
+            phases=rollout.phases,
         )
         generated = await turns.ask(turn, traceparent=self.traceparent)
         wait_s = time.perf_counter() - began
         metrics.TURN_SECONDS.labels(rollout.task).observe(wait_s)
         self._last_worker = generated.worker_id
+        handover = generated.handover
+        self._last_prefill_worker = handover.prefill_worker if handover else None
         if not generated.token_ids:
             # The model's own window is smaller than the rollout's, and full.
             raise _Ended(TrajectoryStatus.TRUNCATED, "context_exhausted")

@@ -21,6 +21,7 @@ from shared.api import Task, TaskRequest, TaskResult
 from shared.bus import Bus
 from shared.errors import NotFound
 from shared.events import RewardSpec, RolloutRequested, Sampling
+from shared.placement import Placement
 from shared.recipe import Recipe
 from shared.state import State, TaskRecord
 from shared.topics import ROLLOUTS
@@ -42,6 +43,7 @@ class Resolved(BaseModel):
     sampling: Sampling
     context_window: int
     deadline: float
+    placement: Placement = Placement()
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,17 @@ async def resolve(state: State, request: TaskRequest) -> Resolved:
         sampling=sampling,
         context_window=window,
         deadline=time.time() + request.deadline_s,
+        placement=_placement(request, source),
     )
+
+
+def _placement(request: TaskRequest, source: _Source) -> Placement:
+    """As the run's recipe says for a task of its own; a class in the request comes first."""
+    if request.affinity is not None:
+        return Placement(request.affinity, None, source.recipe.affinity.phases if source.recipe else None)
+    if source.recipe is not None and request.environment is None:
+        return source.recipe.placement(request.task or "")
+    return Placement()
 
 
 async def _source(state: State, request: TaskRequest) -> _Source:
@@ -106,7 +118,7 @@ def _play(request: TaskRequest, source: _Source) -> tuple[str, recipes.Task]:
             _check_plugin("reward", request.reward, {}, "reward")
     changes: dict[str, object] = {
         key: value
-        for key in ("max_turns", "max_tokens_per_turn", "affinity")
+        for key in ("max_turns", "max_tokens_per_turn")
         if (value := getattr(request, key)) is not None
     }
     if request.reward is not None:
@@ -169,7 +181,9 @@ def rollouts(task_id: str, resolved: Resolved) -> Iterator[RolloutRequested]:
                 max_turns=play.max_turns,
                 context_window=resolved.context_window,
                 deadline=resolved.deadline,
-                affinity=play.affinity,
+                affinity=resolved.placement.affinity,
+                prefill_affinity=resolved.placement.prefill_affinity,
+                phases=resolved.placement.phases,
                 reward=RewardSpec(scorer=play.reward, config=play.reward_config),
             )
 

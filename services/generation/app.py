@@ -13,7 +13,6 @@ from services.generation.following import PolicyFollower
 from services.generation.worker import Worker
 from shared import registry, service
 from shared.bus import Subscription
-from shared.errors import FieldProblem, Invalid
 from shared.service import Context
 from shared.settings import Settings
 from shared.state import WorkerRecord
@@ -22,16 +21,13 @@ from shared.topics import worker_group, worker_topic
 _HEARTBEAT_S = 1.0
 _HEARTBEAT_TTL_S = 3.0
 _MAX_UNACKED = 4096
+_ABORTS_LOOK_BACK_S = 10.0
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The generation service as an app. Raises Invalid for a role or an engine that it cannot serve."""
-    generation = settings.generation
-    if generation.role != "both":
-        message = f"role {generation.role!r} needs prefill/decode hand-over; set GENERATION__ROLE=both"
-        raise Invalid(message, fields=[FieldProblem(field="GENERATION__ROLE", message=message)])
+    """The generation service as an app. Raises Invalid for an engine that it cannot serve."""
     # Imported before the loop runs: seconds in which the process would answer nothing, not even SIGTERM.
-    registry.load("engine", generation.engine, field="GENERATION__ENGINE")
+    registry.load("engine", settings.generation.engine, field="GENERATION__ENGINE")
     return service.build("generation", settings, lifespan=_lifespan)
 
 
@@ -42,6 +38,7 @@ async def _lifespan(context: Context) -> AsyncIterator[Worker]:
     worker = Worker(
         context.bus.publisher,
         worker_id=context.settings.process_id,
+        role=settings.role,
         device_class=settings.device_class,
         max_policies=settings.max_policies,
         want=follower.want,
@@ -61,6 +58,8 @@ async def _lifespan(context: Context) -> AsyncIterator[Worker]:
         "policies": dict(worker.versions()),
         "load_failures": worker.load_failures,
         "turns_failed": dict(worker.failures),
+        "kv_leases": worker.kv_leases,
+        "kv_recomputed": dict(worker.recomputed),
     }
     context.supervisor.start("heartbeat", lambda: _heartbeat(context, worker, follower, subscription))
     context.supervisor.start("watch aborts", lambda: _watch_aborts(context, worker))
@@ -88,6 +87,8 @@ async def _heartbeat(
             waiting=waiting,
             kv_usage=kv_usage,
             policies=worker.versions(),
+            tasks=dict(worker.profiles.snapshot()),
+            kv_leases=worker.kv_leases,
             draining=context.supervisor.stopping.is_set(),
             updated_at=time.time(),
         )
@@ -98,6 +99,7 @@ async def _heartbeat(
             tokens_sampled=float(worker.tokens_sampled),
             weight_load_failed=float(worker.load_failures),
             **{f"turns_failed_{code}": float(count) for code, count in worker.failures.items()},
+            **{f"kv_recomputed_{reason}": float(count) for reason, count in worker.recomputed.items()},
         )
         if partitions != announced:
             announced = partitions
@@ -106,9 +108,16 @@ async def _heartbeat(
 
 
 async def _watch_aborts(context: Context, worker: Worker) -> None:
-    """Loop. Consumes aborts of runs; produces engine aborts; woken by the hint `aborts` or every second."""
+    """Loop. Consumes aborts of runs and of single trajectories; produces engine aborts; woken by the hint
+    `aborts` or every second."""
+    read_to = time.time() - _ABORTS_LOOK_BACK_S
     while True:
         aborted = await context.state.aborted(sorted(worker.run_ids()))
         if aborted:
             worker.abort_runs(frozenset(aborted))
+        attempts = await context.state.aborted_turns(read_to)
+        if attempts:
+            worker.abort_attempts(attempts)
+            # Clocks of askers differ: what one writes a little late must not be missed.
+            read_to = max(read_to, max(attempts.values()) - _ABORTS_LOOK_BACK_S)
         await context.state.wait_hint("aborts")

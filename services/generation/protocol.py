@@ -1,19 +1,21 @@
 """What a generation engine is: the contract between a worker and the engines it can run.
 
-`services/generation/worker.py` calls `add`, `abort`, `load` and `forget` between steps, all from the
-one thread that owns the engine, and `step` for as long as there is work. This module is torch-free,
-so that an engine without a model needs none.
+`services/generation/worker.py` calls everything from the one thread that owns the engine, `step` for as long
+as there is work; only a WeightLoad is filled by another thread, while the engine goes on. This module is
+torch-free, so that an engine without a model needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+from pydantic import JsonValue
+
 from shared.errors import Conflict, Invalid, RollArtError
-from shared.events import FinishReason, Sampling
+from shared.events import FinishReason, Prefilled, Sampling
 from shared.settings import GenerationSettings
 from shared.weights import RawTensor
 
@@ -31,6 +33,14 @@ class EngineRequest:
     sampling: Sampling
     context_window: int
     """Prompt and new tokens together at most."""
+    prefill_only: bool = False
+    """Stop after the first token, where that does not end the turn anyway, and keep the prompt's KV under a
+    lease until it is fetched, aborted, or `kv_lease_s` have passed."""
+    prefilled: Prefilled | None = None
+    """What a prefill worker has done already: fetch the prompt's KV from it instead of computing it. Where
+    that does not succeed within `kv_fetch_timeout_s`, or the KV is of another version than is live, the
+    prompt is computed here and the result says why. The result's tokens include those of the prefill worker,
+    or, in an engine that draws the first token anew, one of its own in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +54,10 @@ class EngineResult:
     for greedy decoding of the chosen token under softmax at temperature 1."""
     versions: list[tuple[int, int]]
     """Run-length: (policy version, number of tokens)."""
-    finish_reason: FinishReason
-    """Without meaning where `error` is set."""
+    finish_reason: FinishReason | None
+    """None where the turn goes on at a decode worker. Without meaning where `error` is set."""
     cached_tokens: int
-    """Prompt tokens whose KV was reused."""
+    """Prompt tokens whose KV was reused or fetched, and not computed by this engine."""
     queued_s: float
     """From `add` until a place in the batch was free."""
     prefill_s: float
@@ -56,6 +66,45 @@ class EngineResult:
     """From then until the last."""
     error: RollArtError | None = None
     """Why sampling failed; the tokens before the failure are kept."""
+    kv_transfer_params: dict[str, JsonValue] | None = None
+    """Of a request that was prefilled only and goes on: how its KV is fetched, for `Prefilled`."""
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV was fetched from a prefill worker."""
+    transferred_bytes: int = 0
+    transfer_s: float = 0.0
+    recomputed: str = ""
+    """Of a request with `prefilled`: why the prompt was computed here after all; empty where the KV was used.
+    `gone` (freed, expired or its worker dead), `late`, `version`, `corrupt`, `incompatible`, or `evicted`
+    (the prefix that was here already, when only the rest was asked for)."""
+
+
+class WeightLoad(Protocol):
+    """One new version on its way into an engine.
+
+    `add` and `check` are called by the thread that pulls, while the engine goes on with the old weights, and
+    touch nothing that the engine uses; `swap` by the engine's thread. What is not swapped in leaves nothing
+    behind.
+    """
+
+    def add(self, tensors: Mapping[str, RawTensor]) -> None:
+        """Take in one bucket.
+
+        Raises WeightsInvalid for an unknown name, a wrong shape or dtype, or a value that is not finite.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raises WeightsInvalid where tensors are still missing."""
+        ...
+
+    def swap(self) -> None:
+        """Make it the live version, between two steps: live requests and their tokens stay, all KV of the old
+        weights (kept sessions' too) is dropped and computed again, sampling goes on under the new weights.
+
+        Raises WeightsInvalid where it was not checked; then, as after any fault, the old weights stay live
+        under their old version.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -108,24 +157,51 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: str) -> bool:
-        """End a request without a result and free what it holds. False where it is not live."""
+        """End a request without a result and free what it holds, the KV under its lease too. False where
+        there is none of either."""
         ...
 
     def step(self) -> list[EngineResult]:
         """Advance every request that has a place by at most one token; the results that this completed."""
         ...
 
-    def load(self, weights: Mapping[str, RawTensor], *, version: int) -> None:
-        """Replace the weights between two steps; live requests go on under the new ones.
+    def begin_load(self, version: int) -> WeightLoad:
+        """An update to this version, empty so far. May be called by any thread."""
+        ...
 
-        Raises WeightsInvalid for a missing or unknown name, a wrong shape or dtype, or a value that is
-        not finite; then the old weights stay live, under their old version.
-        """
+    def peek(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities that a live request has sampled so far, from the `start`-th on."""
+        ...
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """`wake` is to be called, by any thread, when work has come that no call has brought: KV or a result
+        has arrived. Called once, before the first `add`."""
+        ...
+
+    @property
+    def kv_leases(self) -> int:
+        """Prefilled prompts whose KV waits to be fetched."""
+        ...
+
+    def tend(self) -> None:
+        """House-keeping, a few times a second: free what has expired."""
+        ...
+
+    def close(self) -> None:
+        """Free everything, end threads and processes. Nothing is called afterwards."""
         ...
 
     def forget(self, session: str) -> None:
         """Free the KV kept for a session that has ended."""
         ...
+
+
+def load_weights(engine: Engine, weights: Mapping[str, RawTensor], *, version: int) -> None:
+    """A whole version at once, for an engine that has nothing else to do. Raises WeightsInvalid."""
+    update = engine.begin_load(version)
+    update.add(weights)
+    update.check()
+    update.swap()
 
 
 def check_prompt(request: EngineRequest, *, window: int, vocab_size: int) -> None:

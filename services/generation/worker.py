@@ -13,27 +13,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from services.generation.hosted import Hosted, InHand, fault_of
-from services.generation.protocol import Engine, EngineRequest, EngineResult
+from services.generation import replies
+from services.generation.hosted import Assigned, Hosted, InHand, fault_of
+from services.generation.profiles import Profiles
+from services.generation.protocol import Engine, EngineRequest, EngineResult, WeightLoad
 from shared import metrics
 from shared.bus import Delivery, Publisher
 from shared.errors import Conflict, RollArtError, WeightsInvalid
 from shared.events import (
-    FinishReason,
-    GenerateRequested,
+    Event,
+    PrefillRequested,
+    Role,
     TurnFailed,
-    TurnGenerated,
     TurnRequested,
-    TurnTimings,
 )
-from shared.topics import REPLIES
-from shared.weights import RawTensor
+from shared.topics import REPLIES, worker_topic
 
 _LOG = structlog.get_logger()
 _IDLE_S = 0.5
 _SWEEP_S = 0.5
 _SAMPLED = metrics.TOKENS.labels("sampled")
 _CACHED = metrics.TOKENS.labels("cached")
+_TRANSFERRED = metrics.TOKENS.labels("transferred")
 
 
 class Worker:
@@ -44,6 +45,7 @@ class Worker:
         publisher: Publisher,
         *,
         worker_id: str,
+        role: Role = "both",
         device_class: str,
         max_policies: int,
         want: Callable[[str], None],
@@ -51,6 +53,7 @@ class Worker:
         """`want` is called, from the engine thread, with a policy reference that is missing or too old."""
         self._publisher = publisher
         self._worker_id = worker_id
+        self._role = role
         self._device_class = device_class
         self._max_policies = max_policies
         self._want = want
@@ -61,8 +64,13 @@ class Worker:
         self._sweep_at = 0.0
         self._accepted = 0
         self._admitted = 0
+        self._streaming = False
+        """Whether an asker may want tokens as they are sampled."""
+        self.profiles = Profiles(role)
         self.failures: dict[str, int] = {}
         """Turns answered with an error, by its code."""
+        self.recomputed: dict[str, int] = {}
+        """Prompts of split turns that were computed here after all, by reason."""
         self.busy_s = 0.0
         self.exposed_s = 0.0
         self.loads = 0
@@ -80,16 +88,25 @@ class Worker:
         """Take in an engine that is loaded and ready."""
         self._commands.put(lambda: self._move_in(Hosted(reference, engine)))
 
-    def load(
+    def begin_load(self, reference: str, version: int) -> WeightLoad | None:
+        """An update of a hosted policy; None where it is not hosted (any more)."""
+        hosted = self._hosted.get(reference)
+        return hosted.engine.begin_load(version) if hosted is not None else None
+
+    def swap(
         self,
         reference: str,
-        weights: Mapping[str, RawTensor],
+        update: WeightLoad,
         *,
         version: int,
         done: Callable[[WeightsInvalid | None], None],
     ) -> None:
-        """Swap weights between two steps; `done` hears the outcome, on the engine thread."""
-        self._commands.put(lambda: done(self._load(reference, weights, version)))
+        """Put an update in, between two steps; `done` hears the outcome, on the engine thread."""
+        self._commands.put(lambda: done(self._swap(reference, update, version)))
+
+    def after_commands(self, done: Callable[[], None]) -> None:
+        """Call `done`, on the engine thread, when what was posted before is handled."""
+        self._commands.put(done)
 
     def refuse(self, reference: str, error: RollArtError) -> None:
         """A wanted policy cannot be had: fail the turns that wait for it."""
@@ -98,6 +115,16 @@ class Worker:
     def abort_runs(self, run_ids: frozenset[str]) -> None:
         """Drop every turn of these runs."""
         self._commands.put(lambda: self._abort(lambda held: held.turn.run_id in run_ids, "run"))
+
+    def abort_attempts(self, aborted: Mapping[str, float]) -> None:
+        """Drop the turns of single trajectories that were assigned before their abort: `trajectory/attempt` →
+        when. The same turn asked again later is another matter."""
+
+        def gone(held: InHand) -> bool:
+            at = aborted.get(held.attempt_key)
+            return at is not None and held.request.assigned_at <= at
+
+        self._commands.put(lambda: self._abort(gone, "trajectory"))
 
     def stop(self) -> None:
         """End the engine thread; what is in hand stays unacknowledged."""
@@ -122,23 +149,33 @@ class Worker:
         waiting += self._accepted - self._admitted
         return running, waiting, max((h.engine.kv_usage for h in hosted), default=0.0)
 
+    @property
+    def kv_leases(self) -> int:
+        """Prefilled prompts whose KV waits to be fetched."""
+        return sum(hosted.engine.kv_leases for hosted in list(self._hosted.values()))
+
     def _in_hand(self) -> list[InHand]:
         found = [turn for turns in list(self._homeless.values()) for turn in list(turns)]
         for hosted in list(self._hosted.values()):
-            found += [*list(hosted.live.values()), *list(hosted.held)]
+            found += [*hosted.live.values(), *hosted.held, *hosted.handed_over.values()]
         return found
 
     # The engine thread
 
     def run(self) -> None:
-        """Thread. Consumes commands and produces replies; waits for a command when no engine has work."""
-        while not self._stopping.is_set():
-            busy = [hosted for hosted in self._hosted.values() if hosted.engine.has_work]
-            self._handle_commands(block=not busy)
-            self._sweep()
-            for hosted in list(self._hosted.values()):
-                if hosted.engine.has_work:
-                    self._step(hosted)
+        """Thread. Consumes commands and produces replies; waits for a command when no engine has work, and is
+        woken by an engine to which KV or a result has come."""
+        try:
+            while not self._stopping.is_set():
+                busy = [hosted for hosted in self._hosted.values() if hosted.engine.has_work]
+                self._handle_commands(block=not busy)
+                self._sweep()
+                for hosted in list(self._hosted.values()):
+                    if hosted.engine.has_work:
+                        self._step(hosted)
+        finally:
+            for hosted in self._hosted.values():
+                hosted.engine.close()
 
     def _handle_commands(self, *, block: bool) -> None:
         try:
@@ -157,12 +194,14 @@ class Worker:
         metrics.ENGINE_STEP_SECONDS.observe(took)
         for result in results:
             self._reply(hosted, result)
+        if self._streaming:
+            self._streaming = replies.report_progress(hosted, self._publisher)
 
     def _admit(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             request = delivery.event
-            assert isinstance(request, GenerateRequested)
-            self._place(InHand(delivery, request.turn))
+            assert isinstance(request, Assigned)
+            self._place(InHand(delivery, request))
         self._admitted += len(deliveries)
 
     def _place(self, held: InHand) -> None:
@@ -174,7 +213,7 @@ class Worker:
         if hosted is None:
             self._homeless.setdefault(turn.policy, []).append(held)
             self._want(turn.policy)
-        elif hosted.engine.version < turn.min_version:
+        elif hosted.engine.version < held.min_version:
             hosted.held.append(held)
             self._want(turn.policy)
         else:
@@ -190,10 +229,12 @@ class Worker:
             prompt_ids=turn.prompt_ids,
             sampling=turn.sampling,
             context_window=turn.context_window,
+            prefill_only=isinstance(held.request, PrefillRequested),
+            prefilled=held.prefilled,
         )
         hosted.used_at = time.monotonic()
         if turn.prompt_ids and len(turn.prompt_ids) >= min(turn.context_window, hosted.engine.window):
-            self._answer(held, _context_full(request_id))
+            self._answer(held, replies.context_full(request_id))
             return
         try:
             hosted.engine.add(request)
@@ -204,14 +245,13 @@ class Worker:
             self._reply_failed(held, error)
         else:
             hosted.live[request_id] = held
+            self._streaming |= turn.stream
 
     def _supersede(self, hosted: Hosted, turn: TurnRequested) -> None:
         """An earlier try of the same turn has no reader any more."""
         for number in range(turn.try_number):
-            earlier = f"{turn.trajectory_id}/{turn.attempt}/{turn.turn}/{number}"
-            held = hosted.live.pop(earlier, None)
+            held = hosted.end(f"{turn.trajectory_id}/{turn.attempt}/{turn.turn}/{number}")
             if held is not None:
-                hosted.engine.abort(earlier)
                 self._drop(held, "superseded")
 
     def _move_in(self, hosted: Hosted) -> None:
@@ -221,27 +261,31 @@ class Worker:
                 break
             oldest = min(idle, key=lambda h: h.used_at)
             del self._hosted[oldest.reference]
+            oldest.engine.close()
             _LOG.info("policy unloaded", policy=oldest.reference)
         hosted.used_at = time.monotonic()
+        hosted.engine.attach(lambda: self._commands.put(lambda: None))
         self._hosted[hosted.reference] = hosted
         self.loads += 1
         metrics.WEIGHT_LOADS.labels("loaded").inc()
         for held in self._homeless.pop(hosted.reference, []):
             self._place(held)
 
-    def _load(self, reference: str, weights: Mapping[str, RawTensor], version: int) -> WeightsInvalid | None:
+    def _swap(self, reference: str, update: WeightLoad, version: int) -> WeightsInvalid | None:
         hosted = self._hosted.get(reference)
         if hosted is None or hosted.engine.version >= version:
             return None
-        stalled = hosted.engine.has_work or bool(hosted.held)
+        stalled = bool(hosted.live or hosted.held)
         began = time.perf_counter()
         try:
-            hosted.engine.load(weights, version=version)
+            update.swap()
         except WeightsInvalid as error:
             return error
         finally:
             if stalled:
-                self.exposed_s += time.perf_counter() - began
+                took = time.perf_counter() - began
+                self.exposed_s += took
+                metrics.WEIGHT_SECONDS.labels("exposed").inc(took)
         self.loads += 1
         metrics.WEIGHT_LOADS.labels("loaded").inc()
         metrics.POLICY_VERSION.set(version)
@@ -261,45 +305,58 @@ class Worker:
         error = fault_of(result)
         if error is not None:
             self._reply_failed(held, error)
+        elif result.kv_transfer_params is not None:
+            self._hand_over(hosted, held, result)
         else:
             self._answer(held, result)
+        if error is None:
+            self.profiles.count(held, result)
         hosted.judge(error)
 
-    def _answer(self, held: InHand, result: EngineResult) -> None:
-        turn = held.turn
-        self.tokens_sampled += len(result.token_ids)
-        _SAMPLED.inc(len(result.token_ids))
-        _CACHED.inc(result.cached_tokens)
-        generated = TurnGenerated(
-            run_id=turn.run_id,
-            trajectory_id=turn.trajectory_id,
-            attempt=turn.attempt,
-            turn=turn.turn,
-            try_number=turn.try_number,
-            asker=turn.asker,
+    def _hand_over(self, hosted: Hosted, held: InHand, result: EngineResult) -> None:
+        request = held.request
+        assert isinstance(request, PrefillRequested)
+        self._count_tokens(result)
+        decode = replies.hand_over(
+            request,
+            result,
             worker_id=self._worker_id,
             device_class=self._device_class,
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            versions=result.versions,
-            finish_reason=result.finish_reason,
-            cached_tokens=result.cached_tokens,
-            timings=TurnTimings(
-                queued_s=result.queued_s, prefill_s=result.prefill_s, decode_s=result.decode_s
-            ),
+            version=hosted.engine.version,
         )
-        self._send(held, generated)
+        hosted.handed_over[result.request_id] = held
+        topic = worker_topic("decode", request.decode.device_class)
+        self._send(held, decode, topic=topic, partition=request.decode.partition)
+
+    def _answer(self, held: InHand, result: EngineResult) -> None:
+        self._count_tokens(result, before=len(held.prefilled.token_ids) if held.prefilled else 0)
+        if result.recomputed:
+            self.recomputed[result.recomputed] = self.recomputed.get(result.recomputed, 0) + 1
+            metrics.KV_RECOMPUTED.labels(result.recomputed).inc()
+        reply = replies.answer(held, result, worker_id=self._worker_id, device_class=self._device_class)
+        self._send(held, reply)
+
+    def _count_tokens(self, result: EngineResult, *, before: int = 0) -> None:
+        sampled = max(len(result.token_ids) - before, 0)
+        self.tokens_sampled += sampled
+        _SAMPLED.inc(sampled)
+        _CACHED.inc(result.cached_tokens - result.transferred_tokens)
+        _TRANSFERRED.inc(result.transferred_tokens)
+        metrics.KV_BYTES.inc(result.transferred_bytes)
 
     def _reply_failed(self, held: InHand, error: RollArtError) -> None:
         self.failures[error.code] = self.failures.get(error.code, 0) + 1
         metrics.TURNS_FAILED.labels(error.code).inc()
         self._send(held, TurnFailed.of(held.turn, error))
 
-    def _send(self, held: InHand, reply: TurnGenerated | TurnFailed) -> None:
+    def _send(
+        self, held: InHand, event: Event, *, topic: str = REPLIES, partition: int | None = None
+    ) -> None:
+        """Publish what becomes of a turn, to its asker or further on; its delivery is then acknowledged."""
         self._publisher.publish(
-            REPLIES,
-            reply,
-            partition=held.turn.reply_partition,
+            topic,
+            event,
+            partition=held.turn.reply_partition if partition is None else partition,
             run_id=held.turn.run_id,
             traceparent=held.delivery.traceparent,
             on_delivered=held.delivery.ack,
@@ -316,39 +373,18 @@ class Worker:
         self._sweep_at = time.monotonic() + _SWEEP_S
         now = time.time()
         self._abort(lambda held: now >= held.turn.try_deadline, "expired")
+        for hosted in self._hosted.values():
+            hosted.engine.tend()
         running, waiting, kv_usage = self.load_numbers()
         metrics.ENGINE_RUNNING.set(running)
         metrics.ENGINE_WAITING.set(waiting)
         metrics.KV_USAGE.set(kv_usage)
+        metrics.KV_LEASES.set(self.kv_leases)
 
     def _abort(self, gone: Callable[[InHand], bool], reason: str) -> None:
-        for hosted in self._hosted.values():
-            for request_id, held in list(hosted.live.items()):
-                if gone(held):
-                    hosted.engine.abort(request_id)
-                    del hosted.live[request_id]
-                    self._drop(held, reason)
-            hosted.held = self._keep(hosted.held, gone, reason)
+        dropped = [held for hosted in self._hosted.values() for held in hosted.end_where(gone)]
         for reference, turns in list(self._homeless.items()):
-            self._homeless[reference] = self._keep(turns, gone, reason)
-
-    def _keep(self, turns: list[InHand], gone: Callable[[InHand], bool], reason: str) -> list[InHand]:
-        for held in turns:
-            if gone(held):
-                self._drop(held, reason)
-        return [held for held in turns if not gone(held)]
-
-
-def _context_full(request_id: str) -> EngineResult:
-    """A turn with no room for a token, in the rollout's window or in the model's own."""
-    return EngineResult(
-        request_id=request_id,
-        token_ids=[],
-        logprobs=[],
-        versions=[],
-        finish_reason=FinishReason.CONTEXT,
-        cached_tokens=0,
-        queued_s=0.0,
-        prefill_s=0.0,
-        decode_s=0.0,
-    )
+            dropped += [held for held in turns if gone(held)]
+            self._homeless[reference] = [held for held in turns if not gone(held)]
+        for held in dropped:
+            self._drop(held, reason)

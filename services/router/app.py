@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from services.router import report
 from services.router.dispatch import Dispatch
 from shared import registry, service
 from shared.service import Context
@@ -17,7 +18,7 @@ from shared.topics import TURNS
 def create_app(settings: Settings) -> FastAPI:
     """The router as an app."""
     registry.load("routing", settings.router.strategy, field="ROUTER__STRATEGY")
-    return service.build("router", settings, lifespan=_lifespan)
+    return service.build("router", settings, lifespan=_lifespan, routers=[report.router])
 
 
 @asynccontextmanager

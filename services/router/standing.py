@@ -4,6 +4,9 @@ A worker that takes requests and never answers looks alive: it reports, it owns 
 away is that a turn comes again under the next try number. Such a turn never goes back to a worker that had
 it, while another lives; and a worker that has answered nobody since it got the turn is ejected for a while,
 so that only one try's deadline is lost to it. Its answers are seen by turns that name it as the last worker.
+
+Of a split turn either worker may be the silent one. Where one of the two has answered others since, it is the
+other; where neither has, both are ejected, and the innocent one returns with its next answer.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class _Assignment(NamedTuple):
     at: float
     try_deadline: float
     workers: tuple[str, ...]
-    """Every worker that had a try of this turn, the last one at the end."""
+    """Of the last try: one, or the prefill and the decode worker."""
+    tried: tuple[str, ...]
+    """Every worker that had a try of this turn, the last ones too."""
 
 
 @dataclass(slots=True)
@@ -45,6 +50,8 @@ class _Ejection:
 
     until: float
     times: int
+    shared: bool = False
+    """Another worker may have been the silent one in its place."""
 
 
 class Standing:
@@ -57,26 +64,39 @@ class Standing:
 
     def seen(self, turn: TurnRequested, now: float) -> tuple[str, ...]:
         """A turn has come in. The workers that had an earlier try of it."""
-        if turn.last_worker is not None:
-            self._answered[turn.last_worker] = now
         if not turn.try_number:
+            # A later try names who answered before the silence, and proves nothing.
+            if turn.last_worker is not None:
+                self._answers(turn.last_worker, now)
+            if turn.last_prefill_worker is not None:
+                self._answers(turn.last_prefill_worker, now)
             return ()
         last = self._assigned.get(turn.trajectory_id)
         if last is None or (last.attempt, last.turn) != (turn.attempt, turn.turn):
             return ()
-        worker = last.workers[-1]
-        if now >= last.try_deadline - _CLOCKS_S and self._answered.get(worker, _NEVER) < last.at:
-            self._eject(worker, now)
-        return last.workers
+        if now >= last.try_deadline - _CLOCKS_S:
+            silent = [worker for worker in last.workers if self._answered.get(worker, _NEVER) < last.at]
+            for worker in silent:
+                self._eject(worker, now, shared=len(silent) > 1)
+        return last.tried
 
-    def assigned(self, turn: TurnRequested, worker_id: str, now: float, *, tried: tuple[str, ...]) -> None:
-        """A turn goes to a worker."""
+    def assigned(
+        self, turn: TurnRequested, workers: tuple[str, ...], now: float, *, tried: tuple[str, ...]
+    ) -> None:
+        """A turn goes to a worker, or to two."""
         known = self._assigned
         trajectory = turn.trajectory_id
         known.pop(trajectory, None)
-        known[trajectory] = _Assignment(turn.attempt, turn.turn, now, turn.try_deadline, (*tried, worker_id))
+        known[trajectory] = _Assignment(
+            turn.attempt, turn.turn, now, turn.try_deadline, workers, (*tried, *workers)
+        )
         if len(known) > _REMEMBERED:
             del known[next(iter(known))]
+
+    def assigned_at(self, trajectory_id: str) -> float | None:
+        """When the last turn of a trajectory went to its workers."""
+        last = self._assigned.get(trajectory_id)
+        return last.at if last is not None else None
 
     def ejected(self, now: float) -> list[str]:
         """Workers that are out of the choice now."""
@@ -90,13 +110,22 @@ class Standing:
             for worker in [worker for worker in known if worker not in workers]:
                 del known[worker]
 
-    def _eject(self, worker: str, now: float) -> None:
+    def _answers(self, worker: str, now: float) -> None:
+        self._answered[worker] = now
+        if self._ejections:
+            ejection = self._ejections.get(worker)
+            if ejection is not None and ejection.shared and now < ejection.until:
+                del self._ejections[worker]
+                _LOG.info("worker returns: it was the other one that is silent", worker=worker)
+
+    def _eject(self, worker: str, now: float, *, shared: bool) -> None:
         before = self._ejections.get(worker)
         if before is not None and now < before.until:
+            before.shared = before.shared and shared
             return
         again = before is not None and self._answered.get(worker, _NEVER) < before.until
         times = before.times + 1 if before is not None and again else 0
         seconds = _EJECTED_S * 2 ** min(times, _MOST_DOUBLINGS)
-        self._ejections[worker] = _Ejection(now + seconds, times)
+        self._ejections[worker] = _Ejection(now + seconds, times, shared)
         metrics.WORKERS_EJECTED.inc()
-        _LOG.warning("worker ejected: it does not answer", worker=worker, seconds=seconds)
+        _LOG.warning("worker ejected: it does not answer", worker=worker, seconds=seconds, alone=not shared)

@@ -71,6 +71,7 @@ class Issuer:
     ) -> RolloutRequested:
         """One rollout of a task of the recipe."""
         settings = self._recipe.tasks[task]
+        placement = self._recipe.placement(task)
         group_id = f"{self._run_id}/{group}"
         return RolloutRequested(
             run_id=self._run_id,
@@ -92,7 +93,9 @@ class Issuer:
             context_window=self._recipe.rollout.context_window,
             max_staleness=max_staleness,
             deadline=time.time() + self._recipe.rollout.deadline_s,
-            affinity=settings.affinity,
+            affinity=placement.affinity,
+            prefill_affinity=placement.prefill_affinity,
+            phases=placement.phases,
             reward=RewardSpec(scorer=settings.reward, config=settings.reward_config),
         )
 

@@ -11,6 +11,7 @@
     task:{id}:results        HASH    trajectory id → result
     lease:{name}             STRING  owner, with expiry
     abort:{run}              STRING  reason
+    aborts                   ZSET    trajectory/attempt → when its turns were aborted
     idempotency:{key}        STRING  digest of the body and the id it made
     starts                   HASH    service → processes started
 
@@ -29,6 +30,7 @@ from shared.state.records import (
     ProcessRecord,
     Record,
     RunRecord,
+    TaskProfile,
     TaskRecord,
     WorkerRecord,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "Record",
     "RunRecord",
     "State",
+    "TaskProfile",
     "TaskRecord",
     "WorkerRecord",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from services.generation.engines.instant import InstantEngine
-from services.generation.protocol import EngineResult
+from services.generation.protocol import EngineResult, WeightLoad
 from shared.errors import WeightsInvalid
 from shared.weights import RawTensor
 
@@ -60,10 +60,24 @@ class Endless(InstantEngine):
         return super().abort(request_id)
 
 
+class _Refused:
+    """Weights that do not fit."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    def add(self, tensors: Mapping[str, RawTensor]) -> None:
+        raise WeightsInvalid(f"version {self._version} does not fit")
+
+    def check(self) -> None:
+        raise AssertionError("what was refused is not checked")
+
+    def swap(self) -> None:
+        raise AssertionError("what was refused is not loaded")
+
+
 class Picky(InstantEngine):
     """Refuses even versions."""
 
-    def load(self, weights: Mapping[str, RawTensor], *, version: int) -> None:
-        if version % 2 == 0:
-            raise WeightsInvalid(f"version {version} does not fit")
-        super().load(weights, version=version)
+    def begin_load(self, version: int) -> WeightLoad:
+        return _Refused(version) if version % 2 == 0 else super().begin_load(version)

@@ -18,7 +18,8 @@ import psutil
 import pytest
 from tiny_stack import running, tiny_folder, until
 
-from services.launcher import Launcher, environment
+from services.launcher import Launcher
+from services.processes import environment
 from shared import topics
 from shared.embedded import admin
 from shared.embedded.kafka import EmbeddedKafka

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from services.generation.engines.torch_engine import TorchEngine
-from services.generation.protocol import Engine, EngineRequest, EngineResult
+from services.generation.protocol import Engine, EngineRequest, EngineResult, load_weights
 from shared.events import Sampling
 from shared.settings import GenerationSettings
 from shared.weights import RawTensor
@@ -65,12 +65,12 @@ def raw_weights(model: PreTrainedModel) -> dict[str, RawTensor]:
 
 
 def engine_for(
-    folder: Path, model: PreTrainedModel | None = None, *, name: str = "llama", **settings: int
+    folder: Path, model: PreTrainedModel | None = None, *, name: str = "llama", **settings: object
 ) -> TorchEngine:
     CONFIGS[name].save_pretrained(folder)
     engine = TorchEngine.create(folder, settings=GenerationSettings.model_validate(settings), seed=0)
     if model is not None:
-        engine.load(raw_weights(model), version=1)
+        load_weights(engine, raw_weights(model), version=1)
     return engine
 
 

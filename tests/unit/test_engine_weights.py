@@ -19,6 +19,7 @@ from engine_models import (
     raw_weights,
 )
 
+from services.generation.protocol import load_weights
 from shared.errors import WeightsInvalid
 from shared.events import Sampling
 from shared.weights import RawTensor
@@ -30,7 +31,7 @@ def test_no_kv_of_old_weights_survives_a_load(tmp_path: Path) -> None:
     prompt = prompt_of(3, 50)
     ask(engine, "v1", prompt, session="s")
     drain(engine)
-    engine.load(raw_weights(new), version=2)
+    load_weights(engine, raw_weights(new), version=2)
     ask(engine, "v2", prompt, session="s")
     result = drain(engine)["v2"]
     fresh = engine_for(tmp_path, new)
@@ -50,7 +51,7 @@ def test_live_requests_go_on_under_new_weights_with_versions_per_token(tmp_path:
     ask(engine, "a", prompt, Sampling(temperature=0.0, max_tokens=10), session="s")
     for _ in range(4):
         engine.step()
-    engine.load(raw_weights(new), version=5)
+    load_weights(engine, raw_weights(new), version=5)
     result = drain(engine)["a"]
     assert result.versions == [(1, 4), (5, 6)]
     assert result.cached_tokens == 0
@@ -66,7 +67,7 @@ def test_going_back_to_earlier_weights_is_bit_identical(tmp_path: Path) -> None:
     engine = engine_for(tmp_path)
     seen = []
     for version, weights in enumerate((first, second, first), start=1):
-        engine.load(weights, version=version)
+        load_weights(engine, weights, version=version)
         ask(engine, "x", prompt_of(5, 33), Sampling(max_tokens=9), session="s")
         result = drain(engine)["x"]
         seen.append((result.token_ids, result.logprobs))
@@ -104,7 +105,7 @@ def test_a_failed_load_leaves_the_old_version_live_and_labelled(kind: str, tmp_p
     old = build(seed=1)
     engine = engine_for(tmp_path, old)
     with pytest.raises(WeightsInvalid):
-        engine.load(_damage(raw_weights(build(seed=2)), kind), version=2)
+        load_weights(engine, _damage(raw_weights(build(seed=2)), kind), version=2)
     assert engine.version == 1
     prompt = prompt_of(6, 20)
     ask(engine, "a", prompt)
@@ -118,7 +119,7 @@ def test_one_name_of_tied_tensors_is_enough(tmp_path: Path) -> None:
     weights = raw_weights(model)
     del weights["lm_head.weight"]
     engine = engine_for(tmp_path)
-    engine.load(weights, version=3)
+    load_weights(engine, weights, version=3)
     prompt = prompt_of(7, 12)
     ask(engine, "a", prompt)
     assert_agrees(model, prompt, drain(engine)["a"], GREEDY)

@@ -15,7 +15,14 @@ from turn_wire import EOS, HE, HELLO, LLO, Wire, WireState, failed, generated, p
 from services.environment.protocol import EnvironmentConfig, Split, Step
 from services.environment.threads import DaemonPool
 from shared.errors import Conflict
-from shared.events import Event, FinishReason, TrajectoryCompleted, TrajectoryStatus, TurnRequested
+from shared.events import (
+    Event,
+    FinishReason,
+    Handover,
+    TrajectoryCompleted,
+    TrajectoryStatus,
+    TurnRequested,
+)
 from shared.supervisor import Supervisor
 
 Answer = Callable[[TurnRequested], list[Event]]
@@ -100,6 +107,18 @@ async def test_the_last_version_of_the_start_is_asked_for_and_none_older_is_reco
     completed, wire = await play(tmp_path, says(HE, EOS, versions=[(3, 1), (5, 1)]), max_turns=2)
     assert [turn.min_version for turn in wire.turns] == [3, 3]
     assert completed.start_version == 3
+
+
+async def test_each_turn_says_where_it_may_run_and_which_workers_may_hold_its_kv(tmp_path: Path) -> None:
+    def answer(turn: TurnRequested) -> list[Event]:
+        handover = Handover(prefill_worker="p1", prefill_class="compute") if turn.turn < 2 else None
+        return [generated(turn, [HE, EOS], worker_id=f"d{turn.turn}", handover=handover)]
+
+    wish = {"affinity": "bandwidth", "prefill_affinity": "compute", "phases": "auto"}
+    _, wire = await play(tmp_path, answer, max_turns=4, **wish)
+    assert [(t.affinity, t.prefill_affinity, t.phases) for t in wire.turns] == [tuple(wish.values())] * 4
+    held = [(turn.last_worker, turn.last_prefill_worker) for turn in wire.turns]
+    assert held == [(None, None), ("d0", "p1"), ("d1", "p1"), ("d2", None)]
 
 
 @pytest.mark.parametrize(("answer", "turns"), [(EOS, 0), (HE, 1)])

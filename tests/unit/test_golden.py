@@ -259,6 +259,37 @@ WORKER = api.Worker(
     draining=False,
     updated_at=1700000000.0,
 )
+AFFINITY = api.TaskAffinity(
+    task="lake",
+    wish=api.AffinityWish(phases="auto", device_class="auto", decode_class="auto", prefill_class="compute"),
+    phases="split",
+    device_class="bandwidth",
+    prefill_class="compute",
+    why="split compute → bandwidth costs 0.5 a turn",
+    since=1700000000.0,
+    switches=1,
+    assigned=4096,
+    explored=17,
+    prompt_tokens=800.0,
+    generated_tokens=40.0,
+    cached_share=0.75,
+    options=[
+        api.AffinityOption(
+            phases="split",
+            device_class="bandwidth",
+            prefill_class="compute",
+            turns=120.5,
+            prefill_s=0.0625,
+            decode_s=0.25,
+            transfer_s=0.0078125,
+            price=1.0,
+            prefill_price=2.85,
+            cost=0.5,
+            exploring=False,
+        )
+    ],
+    fallbacks=[api.AffinityFallback(kind="prefill_class", turns=3, active=True)],
+)
 RECIPE: dict[str, object] = {"name": "lake", "tasks": {"lake": {"environment": "frozenlake"}}}
 
 REST_EXAMPLES: list[BaseModel] = [
@@ -306,6 +337,11 @@ REST_EXAMPLES: list[BaseModel] = [
     api.TrajectoryList(trajectories=[BRIEF]),
     WORKER,
     api.WorkerList(workers=[WORKER]),
+    AFFINITY.wish,
+    AFFINITY.options[0],
+    AFFINITY.fallbacks[0],
+    AFFINITY,
+    api.AffinityReport(tasks=[AFFINITY]),
     Recipe.model_validate(RECIPE),
     Status(
         service="gateway",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.generation.engines.instant import InstantEngine
-from services.generation.protocol import Engine, EngineRequest
+from services.generation.protocol import Engine, EngineRequest, load_weights
 from shared.errors import Conflict, Invalid
 from shared.events import FinishReason, Sampling
 from shared.settings import GenerationSettings
@@ -26,7 +26,7 @@ def _request(name: str, prompt: int = 3, **sampling: object) -> EngineRequest:
 
 
 def test_every_request_is_answered_by_the_next_step(engine: Engine) -> None:
-    engine.load({}, version=7)
+    load_weights(engine, {}, version=7)
     engine.add(_request("a", max_tokens=20))
     (result,) = engine.step()
     assert (result.request_id, len(result.token_ids), len(result.logprobs)) == ("a", 20, 20)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shared import recipe
 from shared.errors import Invalid
-from shared.recipe import Recipe, Section
+from shared.recipe import Recipe
+from shared.sections import Section
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, object] = {"tasks": {"lake": {"environment": "frozenlake"}}}

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from services.generation.engines.torch_engine import TorchEngine
-from services.generation.protocol import EngineRequest, EngineResult
+from services.generation.protocol import EngineRequest, EngineResult, load_weights
 from shared.errors import Conflict, Internal, Invalid
 from shared.events import FinishReason, Sampling
 from shared.settings import GenerationSettings
@@ -170,7 +170,7 @@ def test_any_order_of_events_keeps_results_exact_and_blocks_accounted(seed: int,
                 del live[name]
             case "load":
                 version = rng.choice((1, 2))
-                engine.load(raw_weights(models[version]), version=version)
+                load_weights(engine, raw_weights(models[version]), version=version)
             case "forget":
                 engine.forget(session)
             case _:

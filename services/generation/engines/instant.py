@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from services.generation.protocol import EngineRequest, EngineResult, check_prompt, duplicate
+from services.generation.protocol import EngineRequest, EngineResult, WeightLoad, check_prompt, duplicate
 from shared.errors import Invalid
 from shared.events import FinishReason
 from shared.settings import GenerationSettings
@@ -26,7 +26,8 @@ class InstantEngine:
 
     Every request is answered by the next step with `max_tokens` tokens: ids 1, 2, 3, … (below the
     vocabulary's size) and log-probabilities that are -0.1234567 times the token's number, floats of
-    realistic length. Stop tokens end it as in any engine. There is no KV, so nothing is ever cached.
+    realistic length. Stop tokens end it as in any engine. There is no KV to move: of a split turn the prefill
+    gives the first token and the decode all of them, as if the KV had come.
     """
 
     def __init__(self, *, window: int, vocab_size: int, max_batch: int) -> None:
@@ -101,9 +102,27 @@ class InstantEngine:
         chosen = list(self._waiting)[: self._max_batch]
         return [self._answer(*self._waiting.pop(request_id), now=now) for request_id in chosen]
 
-    def load(self, weights: Mapping[str, RawTensor], *, version: int) -> None:
-        """Take the version; the weights are of no use here."""
-        self._version = version
+    def begin_load(self, version: int) -> WeightLoad:
+        """An update that takes any weights."""
+        return _VersionOnly(self, version)
+
+    def peek(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        """Nothing: a request has no token before it has all."""
+        return [], []
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Work comes by `add` alone."""
+
+    @property
+    def kv_leases(self) -> int:
+        """0: there is no KV."""
+        return 0
+
+    def tend(self) -> None:
+        """Nothing expires."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def forget(self, session: str) -> None:
         """Nothing is kept."""
@@ -128,14 +147,38 @@ class InstantEngine:
             stop = next((i for i, token in enumerate(token_ids) if token in stops), None)
             if stop is not None:
                 token_ids, logprobs, reason = token_ids[: stop + 1], logprobs[: stop + 1], FinishReason.STOP
+        goes_on = request.prefill_only and len(token_ids) > 1
+        if goes_on:
+            token_ids, logprobs = token_ids[:1], logprobs[:1]
+        prefilled = len(request.prompt_ids) if request.prefilled is not None else 0
         return EngineResult(
             request_id=request.request_id,
             token_ids=token_ids,
             logprobs=logprobs,
             versions=[(self._version, len(token_ids))],
-            finish_reason=reason,
-            cached_tokens=0,
+            finish_reason=None if goes_on else reason,
+            cached_tokens=prefilled,
             queued_s=now - added_at,
             prefill_s=0.0,
             decode_s=0.0,
+            kv_transfer_params={"remote_request_id": request.request_id} if goes_on else None,
+            transferred_tokens=prefilled,
         )
+
+
+class _VersionOnly:
+    """See `services.generation.protocol.WeightLoad`."""
+
+    def __init__(self, engine: InstantEngine, version: int) -> None:
+        self._engine = engine
+        self._version = version
+
+    def add(self, tensors: Mapping[str, RawTensor]) -> None:
+        """They are of no use here."""
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def swap(self) -> None:
+        """Take the version."""
+        self._engine._version = self._version

@@ -9,6 +9,7 @@ Shapes: N tokens, H KV heads, D head size, P blocks.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,11 @@ class BlockPool:
         self.release(entry.blocks[used:])
         return reusable, entry.blocks[:used]
 
+    def common(self, session: str, prompt: list[int]) -> int:
+        """Tokens of `prompt` whose KV is kept for the session."""
+        entry = self._sessions.get(session)
+        return common_prefix(entry.tokens, prompt) if entry is not None else 0
+
     def drop(self, session: str) -> None:
         """Free what is kept for a session, if anything."""
         entry = self._sessions.pop(session, None)
@@ -136,6 +142,28 @@ class KvStore:
         key = keys.index_select(0, blocks).view(rows, tokens, heads, -1).transpose(1, 2)
         value = values.index_select(0, blocks).view(rows, tokens, heads, -1).transpose(1, 2)
         return key, value
+
+    def export(self, blocks: list[int], *, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """KV of the tokens from `start` to `stop` of one sequence: layer by layer keys, then values, each a
+        copy of shape (stop - start, H · D)."""
+        first = start // BLOCK_TOKENS
+        index = torch.tensor(blocks[first : blocks_for(stop)], dtype=torch.long)
+        offset = first * BLOCK_TOKENS
+        for layer in sorted(self.layers):
+            for pool in self.layers[layer]:
+                rows = pool.index_select(0, index.to(pool.device)).view(-1, pool.shape[1] // BLOCK_TOKENS)
+                yield rows[start - offset : stop - offset].contiguous().cpu()
+
+    def adopt(self, blocks: list[int], rows: Iterable[torch.Tensor], *, start: int) -> None:
+        """Write what `export` gave into the blocks of a sequence, from token `start` on."""
+        slots_N = None
+        pools = (pool for layer in sorted(self.layers) for pool in self.layers[layer])
+        for pool, new in zip(pools, rows, strict=True):
+            if slots_N is None:
+                at_N = torch.arange(start, start + len(new))
+                slots_N = torch.tensor(blocks)[at_N // BLOCK_TOKENS] * BLOCK_TOKENS + at_N % BLOCK_TOKENS
+            width = pool.shape[1] // BLOCK_TOKENS
+            pool.view(-1, width).index_copy_(0, slots_N.to(pool.device), new.to(pool.device))
 
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks that may hold NaN before anyone else gets them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -36,29 +36,45 @@ def build_model(model_dir: Path, *, device: torch.device, seed: int) -> PreTrain
     return built
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, RawTensor]) -> None:
-    """Copy a complete set of weights into the model, or leave it untouched.
+class StagedWeights:
+    """One version on its way into a model: see `services.generation.protocol.WeightLoad`.
 
-    Names are those of the state dict; of tied tensors one name is enough. Raises WeightsInvalid naming
-    the tensor, for a missing or unknown name, another shape or dtype, too few bytes, a value that is not
-    finite, or tied tensors that differ.
+    Names are those of the state dict; of tied tensors one name is enough. Everything is checked and decoded
+    as it comes; only `swap` touches the model.
     """
-    expected = model.state_dict(keep_vars=True)
-    unknown = sorted(weights.keys() - expected.keys())
-    if unknown:
-        raise WeightsInvalid(f"unknown tensor {unknown[0]!r} ({len(unknown)} unknown in all)")
-    given: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, raw in weights.items():
-        tensor = _decode(name, raw, like=expected[name])
-        first, earlier = given.setdefault(id(expected[name]), (name, tensor))
-        if earlier is not tensor and not torch.equal(earlier, tensor):
-            raise WeightsInvalid(f"tensors {first!r} and {name!r} are tied in the model but differ")
-    missing = [name for name, target in expected.items() if id(target) not in given]
-    if missing:
-        raise WeightsInvalid(f"tensor {missing[0]!r} is missing ({len(missing)} missing in all)")
-    with torch.no_grad():
-        for target in expected.values():
-            target.copy_(given[id(target)][1])
+
+    def __init__(self, model: torch.nn.Module, swapped: Callable[[], None]) -> None:
+        """`swapped` is called when the model holds the new weights."""
+        self._expected = model.state_dict(keep_vars=True)
+        self._given: dict[int, tuple[str, torch.Tensor]] = {}
+        self._swapped = swapped
+
+    def add(self, tensors: Mapping[str, RawTensor]) -> None:
+        """Take in one bucket. Raises WeightsInvalid naming the tensor, for an unknown name, another shape or
+        dtype, too few bytes, a value that is not finite, or tied tensors that differ."""
+        unknown = sorted(tensors.keys() - self._expected.keys())
+        if unknown:
+            raise WeightsInvalid(f"unknown tensor {unknown[0]!r} ({len(unknown)} unknown in all)")
+        for name, raw in tensors.items():
+            tensor = _decode(name, raw, like=self._expected[name])
+            first, earlier = self._given.setdefault(id(self._expected[name]), (name, tensor))
+            if earlier is not tensor and not torch.equal(earlier, tensor):
+                raise WeightsInvalid(f"tensors {first!r} and {name!r} are tied in the model but differ")
+
+    def check(self) -> None:
+        """Raises WeightsInvalid naming a tensor that has not come."""
+        missing = [name for name, target in self._expected.items() if id(target) not in self._given]
+        if missing:
+            raise WeightsInvalid(f"tensor {missing[0]!r} is missing ({len(missing)} missing in all)")
+
+    def swap(self) -> None:
+        """Copy everything into the model. Raises WeightsInvalid, and changes nothing, where it is not
+        whole."""
+        self.check()
+        with torch.no_grad():
+            for target in self._expected.values():
+                target.copy_(self._given[id(target)][1])
+        self._swapped()
 
 
 def _decode(name: str, raw: RawTensor, *, like: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,28 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 
+from pydantic import JsonValue
+
+from services.generation.kv.client import Fetched
 from services.generation.protocol import EngineRequest, EngineResult, append_version
 from shared.errors import RollArtError
 from shared.events import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """The KV of a prompt that another worker has computed."""
+
+    start: int
+    """It was asked for from this token on."""
+    limit: float
+    """By the monotonic clock: after that the prompt is computed here."""
+    fetched: Fetched | None = None
+    """None while it is on its way."""
+    used: int = 0
+    """Tokens whose KV came this way."""
+    recomputed: str = ""
+    """Why the prompt was computed here after all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +46,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     cached: int = 0
+    arrival: Arrival | None = None
+    """Of a prefilled request: its KV, on its way or here."""
     keep: bool = True
     """Whether the KV stays for the session's next turn."""
     added_at: float = field(default_factory=time.perf_counter)
@@ -50,6 +71,10 @@ class Sequence:
         self.computed = 0
         self.cached = 0
 
+    def sampled(self) -> list[int]:
+        """Tokens of the turn so far."""
+        return self.tokens[len(self.request.prompt_ids) :]
+
     def append(self, token: int, logprob: float, *, version: int, now: float) -> FinishReason | None:
         """Take a sampled token; why sampling is over, or None where it goes on."""
         if self.first_at is None:
@@ -57,7 +82,11 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         append_version(self.versions, version)
-        if token in self.stops:
+        return self.ending()
+
+    def ending(self) -> FinishReason | None:
+        """Why sampling is over, or None where it goes on."""
+        if self.tokens[-1] in self.stops:
             return FinishReason.STOP
         if len(self.tokens) >= self.limit:
             return FinishReason.CONTEXT
@@ -65,13 +94,21 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def result(self, reason: FinishReason, *, now: float, error: RollArtError | None = None) -> EngineResult:
+    def result(
+        self,
+        reason: FinishReason | None,
+        *,
+        now: float,
+        error: RollArtError | None = None,
+        kv_transfer_params: dict[str, JsonValue] | None = None,
+    ) -> EngineResult:
         """What is told about the request at its end."""
+        arrival = self.arrival
         started = now if self.started_at is None else self.started_at
         first = now if self.first_at is None else self.first_at
         return EngineResult(
             request_id=self.request.request_id,
-            token_ids=self.tokens[len(self.request.prompt_ids) :],
+            token_ids=self.sampled(),
             logprobs=self.logprobs,
             versions=self.versions,
             finish_reason=reason,
@@ -80,4 +117,11 @@ class Sequence:
             prefill_s=first - started,
             decode_s=now - first,
             error=error,
+            kv_transfer_params=kv_transfer_params,
+            transferred_tokens=arrival.used if arrival else 0,
+            transferred_bytes=len(arrival.fetched.data)
+            if arrival and arrival.used and arrival.fetched
+            else 0,
+            transfer_s=arrival.fetched.seconds if arrival and arrival.fetched else 0.0,
+            recomputed=arrival.recomputed if arrival else "",
         )

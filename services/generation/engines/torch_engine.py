@@ -3,14 +3,15 @@
 A sequence is its tokens plus the number of them whose KV is computed. Each step runs one forward pass
 over what is pending: one token of every sequence that decodes, and prompt tokens of newcomers up to
 `prefill_tokens`, so that a long prompt never stalls the others. Requests join and leave between steps.
-The KV of a finished turn stays for its session's next turn. Run by `services/generation/worker.py`.
+The KV of a finished turn stays for its session's next turn. Split turns hand their KV over in `handover.py`.
+Run by `services/generation/worker.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -18,8 +19,9 @@ import structlog
 import torch
 from transformers import PreTrainedModel
 
+from services.generation.engines.handover import KvHandover
 from services.generation.engines.kv_cache import BLOCK_TOKENS, BlockPool, KvStore, blocks_for
-from services.generation.engines.loading import build_model, load_weights
+from services.generation.engines.loading import StagedWeights, build_model
 from services.generation.engines.paged_attention import IMPLEMENTATION, pack
 from services.generation.engines.sampling import draw
 from services.generation.engines.sequence import Sequence
@@ -27,7 +29,6 @@ from services.generation.protocol import EngineRequest, EngineResult, check_prom
 from shared.errors import Internal, Invalid
 from shared.events import FinishReason, Sampling
 from shared.settings import GenerationSettings
-from shared.weights import RawTensor
 
 log = structlog.get_logger()
 
@@ -47,6 +48,7 @@ class TorchEngine:
         blocks = settings.cache_tokens // BLOCK_TOKENS
         self._pool = BlockPool(blocks)
         self._store = KvStore(blocks)
+        self._handover = KvHandover(self._pool, self._store, dtype=self._dtype, settings=settings)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
@@ -69,6 +71,8 @@ class TorchEngine:
             seed=seed,
         )
         engine._probe()
+        if settings.role == "prefill":
+            engine._handover.serve()
         return engine
 
     @property
@@ -79,7 +83,7 @@ class TorchEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._live)
+        return bool(self._running or self._waiting or self._handover.has_arrived)
 
     @property
     def running(self) -> int:
@@ -88,8 +92,8 @@ class TorchEngine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
-        return len(self._waiting)
+        """Requests that wait for a place, or for their KV."""
+        return len(self._waiting) + self._handover.arriving
 
     @property
     def kv_usage(self) -> float:
@@ -100,6 +104,15 @@ class TorchEngine:
     def window(self) -> int:
         """Positions that the model has."""
         return self._window
+
+    @property
+    def kv_leases(self) -> int:
+        """Prefilled prompts whose KV waits to be fetched."""
+        return len(self._handover.leases)
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when KV has arrived."""
+        self._handover.wake = wake
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises Invalid or Conflict as the protocol says, and Invalid for one that could
@@ -120,19 +133,45 @@ class TorchEngine:
             stops=frozenset(request.sampling.stop_token_ids),
         )
         self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
+        if request.prefilled is None:
+            self._waiting.append(sequence)
+            return
+        prefilled = request.prefilled
+        sequence.tokens += prefilled.token_ids
+        sequence.logprobs += prefilled.logprobs
+        sequence.versions += prefilled.versions
+        self._handover.fetch(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without a result; False where it is not live."""
+        """End a request without a result, or the lease of its KV; False where there is neither."""
         sequence = self._live.pop(request_id, None)
         if sequence is None:
-            return False
+            leased = self._handover.leases.abort(request_id)
+            self._handover.reclaim(version=self._version)
+            return leased
         if sequence in self._running:
             self._running.remove(sequence)
-        else:
+        elif sequence in self._waiting:
             self._waiting.remove(sequence)
+        if sequence.arrival is not None:
+            self._handover.forget(sequence)
         self._pool.release(sequence.blocks)
         return True
+
+    def peek(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of a live request from the `start`-th on."""
+        sequence = self._live.get(request_id)
+        return (sequence.sampled()[start:], sequence.logprobs[start:]) if sequence is not None else ([], [])
+
+    def tend(self) -> None:
+        """Free the KV of leases whose time is over, and give up on KV that does not come."""
+        self._handover.leases.expire()
+        self._handover.reclaim(version=self._version)
+        self._waiting.extend(self._handover.collect())
+
+    def close(self) -> None:
+        """End the threads that move KV."""
+        self._handover.close()
 
     def forget(self, session: str) -> None:
         """Free the KV kept for a session; what its live requests compute is not kept either."""
@@ -141,12 +180,12 @@ class TorchEngine:
             if sequence.request.session == session:
                 sequence.keep = False
 
-    def load(self, weights: Mapping[str, RawTensor], *, version: int) -> None:
-        """Replace the weights. Raises WeightsInvalid and changes nothing where they do not fit the model.
+    def begin_load(self, version: int) -> StagedWeights:
+        """New weights on their way."""
+        return StagedWeights(self._model, lambda: self._swapped(version))
 
-        All KV of the old weights is dropped; live requests compute theirs again and go on.
-        """
-        load_weights(self._model, weights)
+    def _swapped(self, version: int) -> None:
+        """All KV of the old weights is dropped; live requests compute theirs again and go on."""
         self._version = version
         self._pool.drop_all()
         for sequence in self._live.values():
@@ -155,6 +194,8 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self) -> list[EngineResult]:
         """One forward pass over what is pending; each sequence that has nothing more pending gets a token."""
+        self._handover.reclaim(version=self._version)
+        self._waiting.extend(self._handover.collect())
         self._admit()
         rows, counts = self._plan()
         if not rows:
@@ -180,6 +221,8 @@ class TorchEngine:
                 results.append(self._fail(row, now=now))
             elif reason := row.append(token, logprob, version=self._version, now=now):
                 results.append(self._finish(row, reason, now=now))
+            elif row.request.prefill_only:
+                results.append(self._hand_over(row, now=now))
         if results:
             self._running = [row for row in self._running if row.request.request_id in self._live]
         return results
@@ -196,6 +239,8 @@ class TorchEngine:
                 return
             self._waiting.popleft()
             sequence.blocks = blocks + more
+            if sequence.arrival is not None:
+                reused = self._handover.adopt(sequence, reused=reused, version=self._version)
             sequence.computed = reused
             sequence.cached = min(reused, len(request.prompt_ids))
             if sequence.started_at is None:
@@ -274,6 +319,12 @@ class TorchEngine:
         else:
             self._pool.release(sequence.blocks)
         return sequence.result(reason, now=now)
+
+    def _hand_over(self, sequence: Sequence, *, now: float) -> EngineResult:
+        """The result of a prefilled request, whose KV waits to be fetched."""
+        del self._live[sequence.request.request_id]
+        params = self._handover.lease(sequence, version=self._version)
+        return sequence.result(None, now=now, kv_transfer_params=params.model_dump(mode="json"))
 
     def _fail(self, sequence: Sequence, *, now: float) -> EngineResult:
         """The result of a request whose logits are not finite. Its KV may hold NaN too."""
