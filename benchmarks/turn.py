@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -73,8 +73,14 @@ def settings_for_bench(folder: Path) -> Settings:
     )
 
 
-async def publish_policy(redis_url: str, settings: Settings) -> None:
-    """A policy without a model: the instant engine reads none."""
+async def publish_policy(
+    redis_url: str,
+    settings: Settings,
+    *,
+    config: str = "{}",
+    tensors: Mapping[str, weights.RawTensor] | None = None,
+) -> None:
+    """A policy; without `tensors` one without a model: the instant engine reads none."""
     store = open_store(settings.store_uri)
     state = State(RedisSettings(url=redis_url, prefix=settings.redis.prefix))
     await state.connect()
@@ -82,9 +88,9 @@ async def publish_policy(redis_url: str, settings: Settings) -> None:
     version = (await state.policy(POLICY) or [None])[0]
     number = version.version + 1 if version else 0
     with tempfile.TemporaryDirectory() as model:
-        (Path(model) / "config.json").write_text("{}")
+        (Path(model) / "config.json").write_text(config)
         uri = weights.publish_model(store, policy=POLICY, folder=Path(model))
-    tensors = {"none": weights.RawTensor("F32", (1,), b"\0\0\0\0")}
+    tensors = tensors or {"none": weights.RawTensor("F32", (1,), b"\0\0\0\0")}
     prefix, digest = weights.publish(store, tensors, policy=POLICY, version=number, step=0)
     record = PolicyPublished(
         policy=POLICY, version=number, step=0, uri=prefix, digest=digest, published_at=time.time()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from services import processes
 from services.launcher import MIN_FREE_BYTES
 from shared.embedded import admin
 from shared.embedded.kafka import EmbeddedKafka, find_java, kafka_home
@@ -56,6 +57,7 @@ def checks(settings: Settings) -> list[Check]:
         _writable("runs folder", settings.runs_dir, "ROLLART_RUNS_DIR"),
         _disk(settings.state_dir),
         _port(settings),
+        _workers(settings),
         _kafka(settings),
         _redis(settings),
     ]
@@ -121,6 +123,14 @@ def _port(settings: Settings) -> Check:
         return f"{where} is free"
 
     return _try("port", look)
+
+
+def _workers(settings: Settings) -> Check:
+    def look() -> str:
+        workers = processes.plan(settings, ["generation"])
+        return f"{processes.describe(workers)} on {os.cpu_count()} CPU cores"
+
+    return _try("workers", look)
 
 
 def _kafka(settings: Settings) -> Check:

@@ -29,7 +29,7 @@ from fastapi import FastAPI
 from shared.embedded import leash
 from shared.embedded.process import bind
 from shared.errors import Invalid
-from shared.settings import Settings
+from shared.settings import GenerationSettings, Settings
 from shared.supervisor import Supervisor
 
 APPS: dict[str, str] = {
@@ -91,10 +91,21 @@ def serve(services: Sequence[str], settings: Settings, *, apps: Mapping[str, str
     _obey_launcher(settings)
     # Imports of heavy services take seconds; asked to end meanwhile, there is nothing to bring down.
     signal.signal(signal.SIGTERM, _exit_quietly)
-    setproctitle.setproctitle(f"rollart serve {' '.join(ordered)}")
+    setproctitle.setproctitle(f"rollart serve {_title(ordered, settings)}")
     hosted = [_prepare(name, apps[name], settings, first=name == ordered[0]) for name in ordered]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Host(hosted, settings).run())
+
+
+def _title(services: Sequence[str], settings: Settings) -> str:
+    """Several generation workers of one machine are told apart in the process list."""
+    worker = worker_label(settings.generation)
+    return " ".join(f"{name} {worker}" if name == "generation" else name for name in services)
+
+
+def worker_label(generation: GenerationSettings) -> str:
+    """A worker in the words of LAUNCHER__WORKERS: `class:role`."""
+    return f"{generation.device_class}:{generation.role}"
 
 
 def _obey_launcher(settings: Settings) -> None:

@@ -37,7 +37,6 @@ _READY_S = 120.0
 _POLL_S = 0.1
 _ANSWERING = ("reward", "router", "generation")
 """Services that the others ask: stopped after them."""
-_PARTS = ("redis", "kafka")
 
 log = structlog.get_logger()
 
@@ -54,10 +53,10 @@ class _Part(Protocol):
 class Launcher:
     """Starts, watches and stops a stack.
 
-    Making one raises Invalid for a wrong LAUNCHER__WORKERS. Entering raises Invalid (a port in use, no
-    disk, no Java: nothing was started), Conflict (the state
-    folder is in use) or Unavailable (a part died while starting; carries the end of its log). When the
-    stack fails later, the task inside the `async with` is cancelled and leaving it raises the reason.
+    Making one raises Invalid for a wrong LAUNCHER__WORKERS. Entering raises Invalid (a port in use, no disk,
+    no Java: nothing was started), Conflict (the state folder is in use) or Unavailable (a part died while
+    starting; carries the end of its log). When the stack fails later, the task inside the `async with` is
+    cancelled and leaving it raises the reason.
     On SIGINT or SIGTERM the same, leaving raises KeyboardInterrupt; a second signal kills all children.
     """
 
@@ -159,7 +158,7 @@ class Launcher:
                 await self._ended(child, min(limits[child.name], soon))
         for child in services:
             await self._end(child, limits[child.name])
-        for name in _PARTS:
+        for name in ("redis", "kafka"):
             if name in self._children:
                 self._children[name].terminate()
                 await self._end(self._children[name], time.monotonic() + 15)

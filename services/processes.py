@@ -16,7 +16,7 @@ from typing import NoReturn, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from services.host import APPS
+from services.host import APPS, worker_label
 from shared.errors import FieldProblem, Invalid
 from shared.events import AUTO, Role
 from shared.settings import GenerationSettings, Group, Label, Settings
@@ -40,11 +40,6 @@ class Process:
     def worker(self) -> str:
         """`class:role` of a generation worker."""
         return worker_label(self.settings.generation)
-
-
-def worker_label(generation: GenerationSettings) -> str:
-    """A worker in the words of LAUNCHER__WORKERS."""
-    return f"{generation.device_class}:{generation.role}"
 
 
 def serve_command(service: str) -> list[str]:
@@ -125,7 +120,7 @@ def _entry(entry: str) -> list[tuple[str, Role]]:
         _refuse(f"{label!r} is no device class: use up to 31 of a-z, 0-9 and -, for example `compute`")
     if label == AUTO:
         _refuse(f"{AUTO!r} is not a device class of a worker; name the class of its hardware")
-    if star and not (times.isascii() and times.isdigit() and 0 < int(times[:9]) and len(times) <= 9):
+    if star and not (times.isascii() and times.isdigit() and int(times[:9]) > 0 and len(times) <= 9):
         _refuse(f"{times!r} in {given!r} is no number of workers: use 1 to {MAX_WORKERS}, or leave it out")
     if star and int(times) > MAX_WORKERS:
         _refuse(f"{given!r} asks for {times} workers; at most {MAX_WORKERS} can be started on one machine")

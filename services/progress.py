@@ -59,6 +59,8 @@ class RunView:
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     lag_max: int = 0
     dropped: int = 0
+    workers: str = ""
+    """Generation workers, where there are several and they are known."""
 
     def apply(self, event: RunEvent) -> StepRecord | PhaseRecord | WarmStartRecord | EvaluationRecord | None:
         """Take one event in and return the record it carries, if it is one this version knows."""
@@ -258,7 +260,8 @@ def _stages(view: RunView) -> RenderableType:
         share = min(1.0, max(0.0, last.stages[name] or 0.0))
         full = round(share * _STAGE)
         bar = Text("━" * full, style="magenta").append("─" * (_STAGE - full), style="bright_black")
-        grid.add_row(Text(name, style="dim"), bar, Text(f"{share:4.0%}"))
+        said = view.workers if name == "generation" else ""
+        grid.add_row(Text(name, style="dim"), bar, Text(f"{share:4.0%}"), Text(said, style="dim"))
     return grid
 
 
@@ -295,11 +298,12 @@ class Display:
         *,
         warm_steps: int = 0,
         restarts: Callable[[], Mapping[str, int]] = dict,
+        workers: str = "",
     ) -> None:
         self._console = console
         self._restarts = restarts
         self._state = ""
-        self.view = RunView(run_id, warm_steps=warm_steps)
+        self.view = RunView(run_id, warm_steps=warm_steps, workers=workers)
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(

@@ -208,6 +208,8 @@ class Worker(Answer):
     """Share of its KV slots in use."""
     policies: dict[str, int]
     """Policy → version live."""
+    kv_leases: int = 0
+    """Prefilled prompts whose KV waits to be fetched."""
     draining: bool
     updated_at: float
 

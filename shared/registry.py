@@ -28,6 +28,7 @@ TABLES: dict[Kind, dict[str, str]] = {
     },
     "engine": {
         "torch": "services.generation.engines.torch_engine:TorchEngine",
+        "vllm": "services.generation.engines.vllm_engine:VllmEngine",
         "instant": "services.generation.engines.instant:InstantEngine",
     },
     "algorithm": {

@@ -186,7 +186,7 @@ class TrainingSettings(Group):
 class LauncherSettings(Group):
     """`LAUNCHER__…`"""
 
-    workers: str = Field("", pattern=r"^[a-z0-9:,*@-]*$")
+    workers: str = ""
     """Generation workers that `rollart run` and `rollart up` start: `class:role`, with `*n` for several,
     joined by commas: `compute:prefill,bandwidth:decode*2`. Empty: one, of `GENERATION__DEVICE_CLASS` and
     `GENERATION__ROLE`."""

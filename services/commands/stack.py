@@ -65,7 +65,7 @@ async def _run(recipe: Recipe, settings: Settings, *, as_json: bool) -> tuple[Ru
 
     launcher = Launcher(settings)
     async with AsyncExitStack() as exits:
-        with _shown("starting Kafka, Redis and six services", quiet=as_json):
+        with _shown(_starting(launcher), quiet=as_json):
             await exits.enter_async_context(launcher)
         with announced(launcher) as stack:
             async with ApiClient(stack.url, stack.key) as client:
@@ -73,7 +73,11 @@ async def _run(recipe: Recipe, settings: Settings, *, as_json: bool) -> tuple[Ru
                 submitted = await client.submit_run(recipe.model_dump(mode="json", exclude_unset=True))
                 try:
                     ended = await follow(
-                        client, submitted, as_json=as_json, restarts=lambda: _counts(launcher)
+                        client,
+                        submitted,
+                        as_json=as_json,
+                        restarts=lambda: _counts(launcher),
+                        workers=_several(launcher),
                     )
                 except asyncio.CancelledError:
                     with _shown("cancelling the run and stopping services", quiet=as_json):
@@ -90,6 +94,20 @@ def _shown(text: str, *, quiet: bool) -> AbstractContextManager[object]:
     from services.progress import waiting
 
     return nullcontext() if quiet else waiting(console(), text)
+
+
+def _starting(launcher: Launcher) -> str:
+    workers = _several(launcher)
+    if not workers:
+        return "starting Kafka, Redis and six services"
+    return f"starting Kafka, Redis and six services, with the workers {workers}"
+
+
+def _several(launcher: Launcher) -> str:
+    """The generation workers, where there is more than one."""
+    from services.processes import describe
+
+    return describe(launcher.workers) if len(launcher.workers) > 1 else ""
 
 
 def _counts(launcher: Launcher) -> dict[str, int]:
@@ -145,15 +163,19 @@ async def _up(settings: Settings, *, as_json: bool) -> None:
 
     launcher = Launcher(settings)
     async with AsyncExitStack() as exits:
-        with _shown("starting Kafka, Redis and six services", quiet=as_json):
+        with _shown(_starting(launcher), quiet=as_json):
             await exits.enter_async_context(launcher)
         with announced(launcher) as stack:
             if as_json:
-                write_line(json.dumps({"url": stack.url, "key": stack.key, "services": launcher.urls}))
+                workers = {worker.name: worker.worker for worker in launcher.workers}
+                found = {"url": stack.url, "key": stack.key, "services": launcher.urls, "workers": workers}
+                write_line(json.dumps(found))
             else:
                 out = console()
                 out.print(f"gateway  {stack.url}   (documentation at {stack.url}/docs)", soft_wrap=True)
                 out.print(f"key      {stack.key}", soft_wrap=True)
+                if workers_shown := _several(launcher):
+                    out.print(f"workers  {workers_shown}", soft_wrap=True)
                 out.print(f"logs     {launcher.log_dir}", soft_wrap=True)
                 out.print("Ctrl-C stops everything.", style="dim")
             await launcher.wait()

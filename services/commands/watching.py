@@ -23,8 +23,9 @@ async def follow(
     *,
     as_json: bool = False,
     restarts: Callable[[], Mapping[str, int]] = dict,
+    workers: str = "",
 ) -> RunDetail:
-    """Show a run until it has ended; the run as it is then."""
+    """Show a run until it has ended; the run as it is then. `workers` are those of a stack of our own."""
     if as_json:
         async for event in client.events(run.run_id):
             write_line(json.dumps({"event": event.kind, "id": event.event_id, "data": event.data}))
@@ -35,7 +36,11 @@ async def follow(
     warm = run.recipe.get("warm_start")
     steps = warm.get("steps") if isinstance(warm, dict) else 0
     with Display(
-        console(), run.run_id, warm_steps=steps if isinstance(steps, int) else 0, restarts=restarts
+        console(),
+        run.run_id,
+        warm_steps=steps if isinstance(steps, int) else 0,
+        restarts=restarts,
+        workers=workers,
     ) as display:
         async for event in client.events(run.run_id):
             display.show(event)

@@ -46,7 +46,7 @@ class Dispatch:
         self._fleet = Fleet()
         self.planner = Planner(settings, self._fleet)
         self.affinity = Affinity(self.planner, self._fleet, Measured(), settings.class_costs)
-        self._standing = Standing()
+        self._standing = Standing(self._fleet.held_at)
         self._waiting: list[Delivery] = []
         self._counts: dict[tuple[str, str, str, str, str], Counter] = {}
         self.assigned = 0

@@ -34,6 +34,8 @@ class Fleet:
             candidate = self._by_id.get(worker.worker_id) or Candidate(worker)
             if candidate.worker.updated_at != worker.updated_at:
                 candidate.worker = worker
+                if worker.running or worker.waiting:
+                    candidate.held_at = now
                 while candidate.unreported and candidate.unreported[0] < now - _REPORT_LAG_S:
                     candidate.unreported.popleft()
             by_id[worker.worker_id] = candidate
@@ -56,6 +58,11 @@ class Fleet:
     def find(self, worker_id: str | None) -> Candidate | None:
         """A live worker by its id."""
         return self._by_id.get(worker_id) if worker_id else None
+
+    def held_at(self, worker_id: str) -> float:
+        """When a worker last told of anything in hand; never, for one that is gone."""
+        candidate = self._by_id.get(worker_id)
+        return candidate.held_at if candidate is not None else float("-inf")
 
     def loads(self) -> dict[str, int]:
         """Worker → turns it has in hand, as far as is known."""

@@ -5,13 +5,14 @@ away is that a turn comes again under the next try number. Such a turn never goe
 it, while another lives; and a worker that has answered nobody since it got the turn is ejected for a while,
 so that only one try's deadline is lost to it. Its answers are seen by turns that name it as the last worker.
 
-Of a split turn either worker may be the silent one. Where one of the two has answered others since, it is the
-other; where neither has, both are ejected, and the innocent one returns with its next answer.
+Of a split turn either worker may be the silent one. Where one of the two has answered others since, or has
+had nothing in hand since by its own reports, it is the other; where that does not tell them apart, both are
+ejected, and the innocent one returns with its next answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,7 +58,9 @@ class _Ejection:
 class Standing:
     """What one router knows of the workers' answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_at: Callable[[str], float] = lambda _: _NEVER) -> None:
+        """`held_at` tells when a worker last reported anything in hand."""
+        self._held_at = held_at
         self._assigned: dict[str, _Assignment] = {}
         self._answered: dict[str, float] = {}
         self._ejections: dict[str, _Ejection] = {}
@@ -76,6 +79,9 @@ class Standing:
             return ()
         if now >= last.try_deadline - _CLOCKS_S:
             silent = [worker for worker in last.workers if self._answered.get(worker, _NEVER) < last.at]
+            holding = [worker for worker in silent if self._held_at(worker) >= last.at]
+            if len(holding) == 1:
+                silent = holding
             for worker in silent:
                 self._eject(worker, now, shared=len(silent) > 1)
         return last.tried

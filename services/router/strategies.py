@@ -23,6 +23,8 @@ class Candidate:
     worker: WorkerRecord
     unreported: deque[float] = field(default_factory=deque)
     """When each of these turns was assigned, ascending."""
+    held_at: float = float("-inf")
+    """When a report last told of anything in hand."""
 
     @property
     def load(self) -> int:

@@ -1,7 +1,7 @@
 """The alarm for a sampler that is not the policy being trained. Called by the step loop after each step.
 
 A batch sampled wholly by the version that is trained must have a ratio of one: whatever else shows is a fault
-of sampler or trainer (another temperature, another template, weights that did not arrive), not off-policyness.
+of sampler or trainer (another temperature or template, weights that did not arrive), not off-policyness.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tiny_stack import running, tiny_folder, until
+from tiny_stack import SERVICES, environ_of, running, stack, tiny_folder, until, until_ready
 
 from services.launcher import Launcher
 from services.processes import environment
@@ -26,37 +26,20 @@ from shared.embedded.kafka import EmbeddedKafka
 from shared.embedded.process import Child, RestartPolicy
 from shared.embedded.redis import EmbeddedRedis, answers, ask
 from shared.errors import Conflict, Internal, Invalid, Unavailable
-from shared.settings import HttpSettings, KafkaSettings, RedisSettings, Settings, load_settings
+from shared.settings import (
+    HttpSettings,
+    KafkaSettings,
+    RedisSettings,
+    Settings,
+    load_settings,
+)
 from shared.topics import TopicPlan
-
-SERVICES = ("gateway", "router", "reward")
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tiny_folder(tmp_path, monkeypatch) as folder:
         yield folder
-
-
-async def until_ready(url: str, *, seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds), httpx.AsyncClient(trust_env=False) as client:
-        while True:
-            try:
-                if (await client.get(f"{url}/readyz")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.02)
-
-
-def stack(
-    folder: Path, *, services: tuple[str, ...] = SERVICES, settings: Settings | None = None
-) -> Launcher:
-    return Launcher(
-        settings or load_settings(),
-        services=services,
-        command=lambda name: [sys.executable, str(folder / "serve.py"), name],
-    )
 
 
 def start_stack(folder: Path, services: str = "gateway,router", **environ: str) -> subprocess.Popen[str]:
@@ -78,12 +61,6 @@ def pids_of(launcher: subprocess.Popen[str]) -> dict[str, int]:
     raise AssertionError(f"the launcher ended with {launcher.wait()}")
 
 
-async def environ_of(launched: Launcher, service: str) -> dict[str, object]:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        answer: dict[str, object] = (await client.get(f"{launched.urls[service]}/environ")).json()
-        return answer
-
-
 async def kill_for_ever(launched: Launcher, service: str) -> None:
     while True:
         if service in launched.pids:
@@ -102,6 +79,7 @@ async def test_every_child_gets_the_addresses_and_a_clean_stop_leaves_no_process
                 "wait": 5,
                 "keys": launched.api_key,
                 "base_url": launched.urls[name],
+                "worker": "bandwidth:both",
             }
         assert admin.partition_counts(launched.bootstrap)["rollart.turns"] == 8
     assert running(tiny) == []

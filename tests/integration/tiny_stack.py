@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from services.launcher import Launcher
+from shared.settings import Settings, load_settings
+
 ROOT = Path(__file__).parents[2]
+SERVICES = ("gateway", "router", "reward")
 
 TINY = """
 import asyncio, contextlib, os, sys
@@ -50,7 +57,8 @@ def create_app(settings):
     @app.get("/environ")
     async def environ():
         return {"kafka": settings.kafka.bootstrap, "redis": settings.redis.url, "keys": settings.api_keys,
-                "wait": settings.kafka.fetch_wait_ms, "base_url": app.state.base_url}
+                "wait": settings.kafka.fetch_wait_ms, "base_url": app.state.base_url,
+                "worker": f"{settings.generation.device_class}:{settings.generation.role}"}
 
     @app.get("/stream")
     async def stream():
@@ -121,3 +129,30 @@ def until(condition: Callable[[], object], *, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.02)
+
+
+async def until_ready(url: str, *, seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds), httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get(f"{url}/readyz")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+def stack(
+    folder: Path, *, services: tuple[str, ...] = SERVICES, settings: Settings | None = None
+) -> Launcher:
+    return Launcher(
+        settings or load_settings(),
+        services=services,
+        command=lambda name: [sys.executable, str(folder / "serve.py"), name],
+    )
+
+
+async def environ_of(launched: Launcher, service: str) -> dict[str, object]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer: dict[str, object] = (await client.get(f"{launched.urls[service]}/environ")).json()
+        return answer

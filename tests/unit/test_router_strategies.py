@@ -143,6 +143,14 @@ def test_where_both_may_be_the_silent_one_both_are_out_until_one_answers() -> No
     assert standing.ejected(10.3) == ["d"]
 
 
+def test_of_two_that_may_be_silent_it_is_the_one_that_still_has_turns_in_hand() -> None:
+    for holding in ("p", "d"):
+        standing = Standing(lambda worker, holding=holding: 5.0 if worker == holding else -1.0)
+        standing.assigned(turn_of("t", try_deadline=10.0), ("p", "d"), 0.0, tried=())
+        standing.seen(turn_of("t", try_number=1), 10.0)
+        assert standing.ejected(10.1) == [holding]
+
+
 def test_an_answer_does_not_bring_a_worker_back_that_was_ejected_alone() -> None:
     standing = split_standing(answers=("p",))
     standing.seen(turn_of("other", last_worker="d"), 10.2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from services.generation.kv.client import Fetched
+from services.generation.kv.client import Fetch, Fetched
 from services.generation.protocol import EngineRequest, EngineResult, append_version
 from shared.errors import RollArtError
 from shared.events import FinishReason
@@ -19,13 +20,22 @@ class Arrival:
     """The KV of a prompt that another worker has computed."""
 
     start: int
-    """It was asked for from this token on."""
-    limit: float
+    """It is asked for from this token on."""
+    size: int
+    """Bytes that are to come."""
+    fetch: Fetch | None = None
+    """None before it is begun, and where there is nothing to fetch."""
+    limit: float = math.inf
     """By the monotonic clock: after that the prompt is computed here."""
     fetched: Fetched | None = None
-    """None while it is on its way."""
+    """None while it is on its way, and once it has been written into blocks."""
+    buffered: int = 0
+    """Bytes of memory beside the blocks that it takes, or will."""
     used: int = 0
-    """Tokens whose KV came this way."""
+    """Tokens whose KV came this way and is in the blocks."""
+    nbytes: int = 0
+    """Bytes of those."""
+    seconds: float = 0.0
     recomputed: str = ""
     """Why the prompt was computed here after all."""
 
@@ -50,6 +60,8 @@ class Sequence:
     """Of a prefilled request: its KV, on its way or here."""
     keep: bool = True
     """Whether the KV stays for the session's next turn."""
+    blocked_at: float | None = None
+    """When it first found too few blocks, though it was its turn; by the monotonic clock."""
     added_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None
     first_at: float | None = None
@@ -70,6 +82,15 @@ class Sequence:
         """Forget all KV: it will be computed again."""
         self.computed = 0
         self.cached = 0
+        if self.arrival is not None:
+            self.arrival.used = self.arrival.nbytes = 0
+
+    def may_be_passed(self, seconds: float) -> bool:
+        """Whether it has been kept from its place by want of blocks for less than so many seconds."""
+        now = time.monotonic()
+        if self.blocked_at is None:
+            self.blocked_at = now
+        return now - self.blocked_at < seconds
 
     def sampled(self) -> list[int]:
         """Tokens of the turn so far."""
@@ -119,9 +140,7 @@ class Sequence:
             error=error,
             kv_transfer_params=kv_transfer_params,
             transferred_tokens=arrival.used if arrival else 0,
-            transferred_bytes=len(arrival.fetched.data)
-            if arrival and arrival.used and arrival.fetched
-            else 0,
-            transfer_s=arrival.fetched.seconds if arrival and arrival.fetched else 0.0,
+            transferred_bytes=arrival.nbytes if arrival else 0,
+            transfer_s=arrival.seconds if arrival else 0.0,
             recomputed=arrival.recomputed if arrival else "",
         )

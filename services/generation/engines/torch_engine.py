@@ -32,6 +32,8 @@ from shared.settings import GenerationSettings
 
 log = structlog.get_logger()
 
+_PASSING = 8
+"""Waiting requests that are looked at where the first does not fit."""
 _PROBE_TOKENS = 24
 _PROBE_SAMPLING = Sampling()
 
@@ -52,6 +54,9 @@ class TorchEngine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
+        self._stuck = False
+        """Nobody runs, and leases leave no room for who waits: only their end brings work."""
+        self._pass_s = settings.kv_lease_s
         self._version = 0
         config = model.config.get_text_config()
         self._vocab_size = int(config.vocab_size)
@@ -83,7 +88,8 @@ class TorchEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._running or self._waiting or self._handover.has_arrived)
+        waiting = self._waiting and not self._stuck
+        return bool(self._running or waiting or self._handover.has_news)
 
     @property
     def running(self) -> int:
@@ -111,7 +117,7 @@ class TorchEngine:
         return len(self._handover.leases)
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when KV has arrived."""
+        """`wake` is called when KV has arrived, or was fetched, which gives its blocks back."""
         self._handover.wake = wake
 
     def add(self, request: EngineRequest) -> None:
@@ -135,15 +141,17 @@ class TorchEngine:
         self._live[request.request_id] = sequence
         if request.prefilled is None:
             self._waiting.append(sequence)
+            self._stuck = False
             return
         prefilled = request.prefilled
         sequence.tokens += prefilled.token_ids
         sequence.logprobs += prefilled.logprobs
         sequence.versions += prefilled.versions
-        self._handover.fetch(sequence)
+        self._handover.fetch(sequence, version=self._version)
 
     def abort(self, request_id: str) -> bool:
         """End a request without a result, or the lease of its KV; False where there is neither."""
+        self._stuck = False
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             leased = self._handover.leases.abort(request_id)
@@ -153,8 +161,7 @@ class TorchEngine:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        if sequence.arrival is not None:
-            self._handover.forget(sequence)
+        self._handover.forget(sequence)
         self._pool.release(sequence.blocks)
         return True
 
@@ -165,17 +172,20 @@ class TorchEngine:
 
     def tend(self) -> None:
         """Free the KV of leases whose time is over, and give up on KV that does not come."""
-        self._handover.leases.expire()
-        self._handover.reclaim(version=self._version)
-        self._waiting.extend(self._handover.collect())
+        arrived = list(self._handover.collect())
+        self._waiting.extend(arrived)
+        if self._handover.reclaim(version=self._version) or arrived:
+            self._stuck = False
 
     def close(self) -> None:
         """End the threads that move KV."""
         self._handover.close()
 
     def forget(self, session: str) -> None:
-        """Free the KV kept for a session; what its live requests compute is not kept either."""
+        """Free the KV kept for a session; what its live requests compute is not kept either, nor what is
+        leased."""
         self._pool.drop(session)
+        self._handover.leases.forget(session)
         for sequence in self._live.values():
             if sequence.request.session == session:
                 sequence.keep = False
@@ -194,8 +204,7 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self) -> list[EngineResult]:
         """One forward pass over what is pending; each sequence that has nothing more pending gets a token."""
-        self._handover.reclaim(version=self._version)
-        self._waiting.extend(self._handover.collect())
+        self.tend()
         self._admit()
         rows, counts = self._plan()
         if not rows:
@@ -228,24 +237,38 @@ class TorchEngine:
         return results
 
     def _admit(self) -> None:
-        """Give waiting requests a place, first come first served, as far as blocks for their tokens allow."""
-        while self._waiting and len(self._running) < self._max_batch:
-            sequence = self._waiting[0]
-            request = sequence.request
-            reused, blocks = self._pool.take(request.session, sequence.tokens)
-            more = self._pool.allocate(blocks_for(len(sequence.tokens)) - len(blocks))
-            if more is None:
-                self._pool.keep(request.session, sequence.tokens[:reused], blocks)
-                return
-            self._waiting.popleft()
-            sequence.blocks = blocks + more
-            if sequence.arrival is not None:
-                reused = self._handover.adopt(sequence, reused=reused, version=self._version)
-            sequence.computed = reused
-            sequence.cached = min(reused, len(request.prompt_ids))
-            if sequence.started_at is None:
-                sequence.started_at = time.perf_counter()
-            self._running.append(sequence)
+        """Give waiting requests a place, first come first served, as far as blocks for their tokens allow.
+
+        Where leases hold the blocks that the first needs, the next few may pass it for as long as a lease
+        lives: after that all those leases have ended, and it is its turn.
+        """
+        at = 0
+        while at < min(len(self._waiting), _PASSING) and len(self._running) < self._max_batch:
+            sequence = self._waiting[at]
+            if self._place(sequence):
+                del self._waiting[at]
+            elif self.kv_leases and sequence.may_be_passed(self._pass_s):
+                at += 1
+            else:
+                break
+        self._stuck = bool(self._waiting) and not self._running
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Put a sequence into the batch; False, and nothing changed, for want of blocks."""
+        request = sequence.request
+        reused, blocks = self._pool.take(request.session, sequence.tokens)
+        more = self._pool.allocate(blocks_for(len(sequence.tokens)) - len(blocks))
+        if more is None:
+            self._pool.keep(request.session, sequence.tokens[:reused], blocks)
+            return False
+        sequence.blocks = blocks + more
+        reused = self._handover.adopt(sequence, reused=reused, version=self._version)
+        sequence.computed = reused
+        sequence.cached = min(reused, len(request.prompt_ids))
+        if sequence.started_at is None:
+            sequence.started_at = time.perf_counter()
+        self._running.append(sequence)
+        return True
 
     def _plan(self) -> tuple[list[Sequence], list[int]]:
         """Which sequences go through this step, with how many tokens each; oldest first.

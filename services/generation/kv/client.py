@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import socket
 import threading
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -24,10 +24,11 @@ from services.generation.kv.wire import (
     send_model,
 )
 
-_THREADS = 8
+_THREADS = 4
+"""Exchanges with one peer at a time. Peers share none: one that hangs holds up nobody else's KV."""
 _CONNECT_S = 2.0
-_KEPT = 8
-"""Idle connections kept per peer."""
+_IDLE_S = 60.0
+"""After that a thread without work ends, and with it its connection."""
 
 
 class TransferParams(BaseModel):
@@ -57,87 +58,79 @@ class Fetched:
     seconds: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One fetch, waiting or under way."""
+
+    params: TransferParams
+    start: int
+    limit: float
+    """By the monotonic clock."""
+    done: Callable[[Fetched], None]
+    cancelled: bool = False
+    """Nobody wants it any more; it is not begun then, but `done` is called all the same."""
+
+
 class KvClient:
-    """A pool of threads and of connections."""
+    """Threads and connections for each peer."""
 
     def __init__(self, *, layout: KvLayout, timeout_s: float) -> None:
         self._layout = layout
         self._timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle: defaultdict[tuple[str, int], list[socket.socket]] = defaultdict(list)
-        self._threads = 0
-        self._busy = 0
-        self._closed = False
+        self._peers: dict[tuple[str, int], _Peer] = {}
 
-    def fetch(self, params: TransferParams, *, start: int, done: Callable[[Fetched], None]) -> None:
-        """Get the KV of tokens from `start` on; `done` hears the outcome, in a thread of the pool."""
-        limit = time.monotonic() + self._timeout_s
-        self._submit(lambda: done(self._fetch(params, start, limit)))
+    def fetch(self, params: TransferParams, *, start: int, done: Callable[[Fetched], None]) -> Fetch:
+        """Get the KV of tokens from `start` on; `done` hears the outcome, in a thread of the peer."""
+        fetch = Fetch(params, start, time.monotonic() + self._timeout_s, done)
+        self._peer(params).submit(lambda link: self._fetch(fetch, link))
+        return fetch
 
     def release(self, params: TransferParams) -> None:
         """Tell the prefill worker that nothing will be fetched. Where that fails the lease expires."""
-        self._submit(lambda: self._release(params))
+        self._peer(params).submit(lambda link: _release(params, link))
 
     def close(self) -> None:
         """End the threads; what is under way comes to nothing."""
-        self._closed = True
-        for _ in range(self._threads):
-            self._jobs.put(None)
-        with self._lock:
-            for connections in self._idle.values():
-                for connection in connections:
-                    connection.close()
-            self._idle.clear()
+        for peer in self._peers.values():
+            peer.close()
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            self._busy += 1
-            if self._threads < min(self._busy, _THREADS):
-                self._threads += 1
-                threading.Thread(target=self._work, name="kv fetch", daemon=True).start()
-        self._jobs.put(job)
+    def _peer(self, params: TransferParams) -> _Peer:
+        address = (params.remote_host, params.remote_port)
+        return self._peers.setdefault(address, _Peer(address))
 
-    def _work(self) -> None:
-        """Thread. Consumes fetches; produces their outcomes; waits for the next."""
-        while (job := self._jobs.get()) is not None:
-            job()
-            with self._lock:
-                self._busy -= 1
+    def _fetch(self, fetch: Fetch, link: _Link) -> None:
+        fetched = Fetched("late") if fetch.cancelled else self._try(fetch, link)
+        if fetched.reason in ("late", "corrupt", "incompatible"):
+            # It is computed here now: the prefill worker need not keep it until the lease ends.
+            self.release(fetch.params)
+        fetch.done(fetched)
 
-    def _fetch(self, params: TransferParams, start: int, limit: float) -> Fetched:
+    def _try(self, fetch: Fetch, link: _Link) -> Fetched:
         began = time.perf_counter()
-        peer = (params.remote_host, params.remote_port)
         try:
-            connection, fresh = self._connect(peer, limit)
+            connection, fresh = link.open(fetch.limit)
             try:
-                found = self._exchange(connection, params, start, limit)
-            except (OSError, KvBroken):
-                connection.close()
-                if fresh or time.monotonic() >= limit:
+                reason, version, data = self._exchange(connection, fetch)
+            except (OSError, KvBroken) as error:
+                link.drop()
+                if fresh or isinstance(error, KvDamaged | TimeoutError):
                     raise
                 # A kept connection may have been closed by its server meanwhile.
-                connection, _ = self._connect(peer, limit, fresh=True)
-                try:
-                    found = self._exchange(connection, params, start, limit)
-                except BaseException:
-                    connection.close()
-                    raise
+                connection, _ = link.open(fetch.limit)
+                reason, version, data = self._exchange(connection, fetch)
         except TimeoutError:
-            return Fetched("late")
-        except OSError:
-            return Fetched("gone")
+            return _lost(link, "late")
         except KvDamaged:
-            return Fetched("corrupt")
-        except KvBroken:
-            return Fetched("gone")
-        self._keep(peer, connection)
-        reason, version, data = found
-        return Fetched(reason, version, start, data, time.perf_counter() - began)
+            return _lost(link, "corrupt")
+        except (OSError, KvBroken, UnicodeError):
+            # UnicodeError: a host name that cannot be one.
+            return _lost(link, "gone")
+        if reason == "incompatible":
+            return _lost(link, reason)
+        return Fetched(reason, version, fetch.start, data, time.perf_counter() - began)
 
-    def _exchange(
-        self, connection: socket.socket, params: TransferParams, start: int, limit: float
-    ) -> tuple[str, int, memoryview]:
+    def _exchange(self, connection: socket.socket, fetch: Fetch) -> tuple[str, int, memoryview]:
+        params, start, limit = fetch.params, fetch.start, fetch.limit
         _set_limit(connection, limit)
         send_model(connection, Ask(lease=params.lease, start=start))
         reply = receive_model(connection, Reply, limit=limit)
@@ -149,7 +142,6 @@ class KvClient:
         fits = reply.layout == self._layout and reply.tokens == params.remote_num_tokens
         if not fits or reply.start != start or reply.nbytes != expected:
             # What would follow is of no use, and of a size that only the other side vouches for.
-            connection.close()
             return "incompatible", 0, memoryview(b"")
         data = memoryview(bytearray(expected))
         receive_chunks(connection, data, limit=limit)
@@ -157,38 +149,90 @@ class KvClient:
         connection.sendall(ACK)
         return "", reply.version, data
 
-    def _release(self, params: TransferParams) -> None:
-        peer = (params.remote_host, params.remote_port)
-        try:
-            connection, _ = self._connect(peer, time.monotonic() + _CONNECT_S)
-            send_model(connection, Ask(lease=params.lease, release=True))
-        except OSError:
-            return
-        self._keep(peer, connection)
 
-    def _connect(
-        self, peer: tuple[str, int], limit: float, *, fresh: bool = False
-    ) -> tuple[socket.socket, bool]:
-        """A connection, and whether it was made now. Raises TimeoutError where no time is left."""
+class _Link:
+    """A thread's connection to its peer."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._connection: socket.socket | None = None
+
+    def open(self, limit: float) -> tuple[socket.socket, bool]:
+        """The connection, and whether it was made now. Raises TimeoutError where no time is left."""
         left = limit - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        with self._lock:
-            if self._idle[peer] and not fresh:
-                return self._idle[peer].pop(), False
-        try:
-            connection = socket.create_connection(peer, timeout=min(left, _CONNECT_S))
-        except TimeoutError as error:
-            raise TimeoutError from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection, True
+        if self._connection is not None:
+            return self._connection, False
+        self._connection = socket.create_connection(self._address, timeout=min(left, _CONNECT_S))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._connection, True
 
-    def _keep(self, peer: tuple[str, int], connection: socket.socket) -> None:
-        with self._lock:
-            if not self._closed and connection.fileno() >= 0 and len(self._idle[peer]) < _KEPT:
-                self._idle[peer].append(connection)
+    def drop(self) -> None:
+        """The next one will be new."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def interrupt(self) -> None:
+        """Wake whoever waits for it; from any thread."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Peer:
+    """What is to be said to one prefill worker, by threads that come with the work and go without it."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[_Link], None]] = deque()
+        self._links: set[_Link] = set()
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, job: Callable[[_Link], None]) -> None:
+        """Have a thread do this."""
+        with self._changed:
+            if self._closed:
                 return
-        connection.close()
+            self._jobs.append(job)
+            if len(self._jobs) > self._idle and len(self._links) < _THREADS:
+                link = _Link(self._address)
+                self._links.add(link)
+                threading.Thread(target=self._work, args=(link,), name="kv fetch", daemon=True).start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for link in self._links:
+                link.interrupt()
+
+    def _work(self, link: _Link) -> None:
+        """Thread. Consumes fetches; produces their outcomes; waits for the next one, a minute at most."""
+        try:
+            while (job := self._next(link)) is not None:
+                job(link)
+        finally:
+            with self._changed:
+                self._links.discard(link)
+            link.drop()
+
+    def _next(self, link: _Link) -> Callable[[_Link], None] | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._jobs or self._closed, timeout=_IDLE_S)
+            self._idle -= 1
+            if self._jobs and not self._closed:
+                return self._jobs.popleft()
+            # Under the same lock, so that no job is left to a thread that is about to end.
+            self._links.discard(link)
+            return None
 
 
 def parse_params(params: Mapping[str, JsonValue]) -> TransferParams | None:
@@ -197,6 +241,21 @@ def parse_params(params: Mapping[str, JsonValue]) -> TransferParams | None:
         return TransferParams.model_validate(params)
     except ValidationError:
         return None
+
+
+def _lost(link: _Link, reason: str) -> Fetched:
+    """No KV, and a connection with which nobody knows what comes next."""
+    link.drop()
+    return Fetched(reason)
+
+
+def _release(params: TransferParams, link: _Link) -> None:
+    try:
+        connection, _ = link.open(time.monotonic() + _CONNECT_S)
+        connection.settimeout(_CONNECT_S)
+        send_model(connection, Ask(lease=params.lease, release=True))
+    except (OSError, UnicodeError):
+        link.drop()
 
 
 def _set_limit(connection: socket.socket, limit: float) -> None:

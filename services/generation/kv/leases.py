@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,29 +30,44 @@ class Lease:
     """Policy version that computed the KV."""
     expires_at: float
     """By the monotonic clock."""
+    keep: bool = True
+    """Whether the KV is of use for the session's next turn, once it was fetched."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     """What a decode worker must know to fetch it."""
     readers: int = 0
     outcome: Outcome | None = None
     """How it ended; None while it lives."""
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until it ends; none where it has ended."""
+        return 0.0 if self.outcome is not None else max(self.expires_at - time.monotonic(), 0.0)
+
 
 class LeaseTable:
     """All leases of one engine. Every method may be called by any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[], None]) -> None:
+        """`ended` is called, by any thread, when `take_ended` would give a lease that it did not before."""
         self._lock = threading.Lock()
         self._by_token: dict[str, Lease] = {}
+        """In the order in which they expire."""
         self._by_request: dict[str, Lease] = {}
         self._ended: list[Lease] = []
+        self._on_ended = ended
 
     def __len__(self) -> int:
         """Leases that live."""
         with self._lock:
             return len(self._by_token)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` would give a lease."""
+        return bool(self._ended)
+
     def add(self, lease: Lease) -> None:
-        """Begin one."""
+        """Begin one. It must expire no earlier than those before it."""
         with self._lock:
             self._by_token[lease.token] = lease
             self._by_request[lease.request_id] = lease
@@ -73,6 +89,7 @@ class LeaseTable:
                 self._end(lease, "fetched")
             elif lease.outcome is not None and not lease.readers:
                 self._ended.append(lease)
+        self._tell()
 
     def release(self, token: str) -> None:
         """The decode worker has no use for it."""
@@ -80,6 +97,7 @@ class LeaseTable:
             lease = self._by_token.get(token)
             if lease is not None:
                 self._end(lease, "aborted")
+        self._tell()
 
     def abort(self, request_id: str) -> bool:
         """End the lease of a request; False where it has none."""
@@ -89,12 +107,22 @@ class LeaseTable:
                 self._end(lease, "aborted")
             return lease is not None
 
+    def forget(self, session: str) -> None:
+        """What is leased of a session stays fetchable, but is not kept for a next turn."""
+        with self._lock:
+            for lease in self._by_token.values():
+                if lease.session == session:
+                    lease.keep = False
+
     def expire(self) -> None:
         """End those whose time is over."""
         now = time.monotonic()
         with self._lock:
-            for lease in [lease for lease in self._by_token.values() if lease.expires_at <= now]:
-                self._end(lease, "expired")
+            while self._by_token:
+                oldest = next(iter(self._by_token.values()))
+                if oldest.expires_at > now:
+                    return
+                self._end(oldest, "expired")
 
     def take_ended(self) -> list[Lease]:
         """Leases that have ended and are read by nobody, each once: their blocks are the caller's."""
@@ -109,3 +137,7 @@ class LeaseTable:
             del self._by_request[lease.request_id]
         if not lease.readers:
             self._ended.append(lease)
+
+    def _tell(self) -> None:
+        if self._ended:
+            self._on_ended()

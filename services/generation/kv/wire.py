@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -122,11 +122,14 @@ def receive_into(
     return True
 
 
-def send_chunks(connection: socket.socket, parts: Iterable[memoryview]) -> None:
-    """Raw bytes as chunks with checksums."""
+def send_chunks(
+    connection: socket.socket, parts: Iterable[memoryview], *, proceed: Callable[[], None]
+) -> None:
+    """Raw bytes as chunks with checksums. `proceed` is called before each, to raise where it is of no use."""
     for part in parts:
         view = part.cast("B")
         for at in range(0, len(view), CHUNK_BYTES):
+            proceed()
             chunk = view[at : at + CHUNK_BYTES]
             connection.sendall(_CHUNK.pack(len(chunk), zlib.crc32(chunk)))
             connection.sendall(chunk)
