@@ -35,7 +35,7 @@ up: setup  ## start the stack and keep it, for REST and `rollart submit`
 	@$(BIN)/rollart up
 
 test: setup  ## every test: unit, integration, end to end
-	$(BIN)/python -m pytest tests/unit tests/integration -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/unit tests/integration tests/engine_contract -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/e2e
 
 unit: setup  ## unit tests only

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.pd_profiles import FROZENLAKE, MATH, SWE, Job, Lane, Outcome, Plan, Profile, Queue
-from benchmarks.turn import publish_policy, settings_for_bench, spawn
+from benchmarks.turn import environ_of, publish_policy, settings_for_bench, spawn
 from services.launcher import Launcher
 from shared.errors import Unavailable
 from shared.events import AUTO
@@ -62,7 +62,9 @@ class Fleet:
         """Start the stack, play the jobs in turn, stop it."""
         async with Launcher(self.settings, services=["router", "generation"]) as stack:
             await publish_policy(stack.redis_url, stack.settings, config=config, tensors=tensors)
-            asker = await spawn(["benchmarks.pd_asker", self._plan(jobs).model_dump_json()], _environ(stack))
+            asker = await spawn(
+                ["benchmarks.pd_asker", self._plan(jobs).model_dump_json()], environ_of(stack)
+            )
             assert asker.stdout is not None
             try:
                 found = [Outcome.model_validate_json(line) async for line in asker.stdout]
@@ -83,20 +85,6 @@ class Fleet:
             context_window=_WINDOW if synthetic else 2048,
             jobs=list(jobs),
         )
-
-
-def _environ(stack: Launcher) -> dict[str, str]:
-    kafka = stack.settings.kafka
-    environ = {
-        "KAFKA__BOOTSTRAP": stack.bootstrap,
-        "REDIS__URL": stack.redis_url,
-        "KAFKA__PREFIX": kafka.prefix,
-        "ROLLART_STATE_DIR": str(stack.settings.state_dir),
-        "OMP_NUM_THREADS": "1",
-    }
-    if kafka.bootstrap == "embedded":
-        environ["KAFKA__FETCH_WAIT_MS"] = str(kafka.fetch_wait_ms or 5)
-    return environ
 
 
 def _synthetic_config() -> str:
@@ -146,11 +134,11 @@ async def _fleet(workers: str, count: int, jobs: Sequence[Job], *, tiny: bool = 
     with tempfile.TemporaryDirectory(prefix="rollart-bench-") as scratch:
         if tiny:
             # Torch stays out of the other parts, and out of `rollart bench` until it is needed.
-            from benchmarks.pd_model import tiny_model
+            from benchmarks.random_model import random_weights, tiny_config
 
-            config, tensors = tiny_model()
+            config = tiny_config()
             fleet = Fleet(workers, count=count, folder=Path(scratch), engine="torch")
-            found = await fleet.play(jobs, config=config, tensors=tensors)
+            found = await fleet.play(jobs, config=config.to_json_string(), tensors=random_weights(config))
         else:
             fleet = Fleet(workers, count=count, folder=Path(scratch))
             found = await fleet.play(jobs, config=_synthetic_config())

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.turn import CpuLog, publish_policy, settings_for_bench, spawn
+from benchmarks.turn import CpuLog, environ_of, publish_policy, settings_for_bench, spawn
 from services.launcher import Launcher
 
 _ROUNDS = 2
@@ -27,15 +27,7 @@ async def run(*, seconds: float, in_flight: Sequence[int]) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="rollart-bench-") as scratch:
         settings = settings_for_bench(Path(scratch))
         async with Launcher(settings, services=["router", "generation"]) as stack:
-            environ = {
-                "KAFKA__BOOTSTRAP": stack.bootstrap,
-                "REDIS__URL": stack.redis_url,
-                "KAFKA__PREFIX": settings.kafka.prefix,
-                "ROLLART_STATE_DIR": scratch,
-                "OMP_NUM_THREADS": "1",
-            }
-            if settings.kafka.bootstrap == "embedded":
-                environ["KAFKA__FETCH_WAIT_MS"] = str(settings.kafka.fetch_wait_ms or 5)
+            environ = environ_of(stack)
             await publish_policy(stack.redis_url, stack.settings)
             route = await _measure(stack, environ, seconds=seconds, in_flight=in_flight)
     kind = settings.kafka.bootstrap

@@ -79,8 +79,10 @@ async def publish_policy(
     *,
     config: str = "{}",
     tensors: Mapping[str, weights.RawTensor] | None = None,
-) -> None:
-    """A policy; without `tensors` one without a model: the instant engine reads none."""
+    bucket_bytes: int = weights.BUCKET_BYTES,
+) -> int:
+    """Publish the next version of the policy; its number. Without `tensors` it has no model: the instant
+    engine reads none."""
     store = open_store(settings.store_uri)
     state = State(RedisSettings(url=redis_url, prefix=settings.redis.prefix))
     await state.connect()
@@ -91,12 +93,30 @@ async def publish_policy(
         (Path(model) / "config.json").write_text(config)
         uri = weights.publish_model(store, policy=POLICY, folder=Path(model))
     tensors = tensors or {"none": weights.RawTensor("F32", (1,), b"\0\0\0\0")}
-    prefix, digest = weights.publish(store, tensors, policy=POLICY, version=number, step=0)
+    prefix, digest = weights.publish(
+        store, tensors, policy=POLICY, version=number, step=0, bucket_bytes=bucket_bytes
+    )
     record = PolicyPublished(
         policy=POLICY, version=number, step=0, uri=prefix, digest=digest, published_at=time.time()
     )
     await state.publish_policy(record, model_uri=uri, lease="trainer:bench", owner="bench")
     await state.close()
+    return number
+
+
+def environ_of(stack: Launcher) -> dict[str, str]:
+    """What a process of the benchmark needs to join a stack."""
+    settings = stack.settings
+    environ = {
+        "KAFKA__BOOTSTRAP": stack.bootstrap,
+        "REDIS__URL": stack.redis_url,
+        "KAFKA__PREFIX": settings.kafka.prefix,
+        "ROLLART_STATE_DIR": str(settings.state_dir),
+        "OMP_NUM_THREADS": "1",
+    }
+    if settings.kafka.bootstrap == "embedded":
+        environ["KAFKA__FETCH_WAIT_MS"] = str(settings.kafka.fetch_wait_ms or 5)
+    return environ
 
 
 async def spawn(arguments: Sequence[str], environ: dict[str, str]) -> asyncio.subprocess.Process:
@@ -118,15 +138,7 @@ async def run(*, seconds: float, in_flight: Sequence[int]) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="rollart-bench-") as scratch:
         settings = settings_for_bench(Path(scratch))
         async with Launcher(settings, services=["router", "generation"]) as stack:
-            environ = {
-                "KAFKA__BOOTSTRAP": stack.bootstrap,
-                "REDIS__URL": stack.redis_url,
-                "KAFKA__PREFIX": settings.kafka.prefix,
-                "ROLLART_STATE_DIR": scratch,
-                "OMP_NUM_THREADS": "1",
-            }
-            if settings.kafka.bootstrap == "embedded":
-                environ["KAFKA__FETCH_WAIT_MS"] = str(settings.kafka.fetch_wait_ms or 5)
+            environ = environ_of(stack)
             await publish_policy(stack.redis_url, stack.settings)
             stack.create_topics(turn_bare.TOPICS)
             return await _compare(stack, environ, seconds=seconds, in_flight=in_flight)

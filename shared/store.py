@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlparse
@@ -96,10 +97,22 @@ class FileStore:
         return path
 
 
+def _open_file(uri: str) -> ObjectStore:
+    parts = urlparse(uri)
+    if parts.netloc not in ("", "localhost"):
+        message = f"store {uri!r} names a host; use file:///folder"
+        raise Invalid(message, fields=[FieldProblem(field="ROLLART_STORE", message=message)])
+    return FileStore(Path(unquote(parts.path)))
+
+
+SCHEMES: dict[str, Callable[[str], ObjectStore]] = {"file": _open_file}
+"""Scheme of a URI → what opens it. A process that knows another kind of store adds it before it serves."""
+
+
 def open_store(uri: str) -> ObjectStore:
     """The store at a URI. Raises Invalid naming `ROLLART_STORE` for an unknown scheme."""
-    parts = urlparse(uri)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return FileStore(Path(unquote(parts.path)))
-    message = f"unknown store {uri!r}; use file:///folder"
-    raise Invalid(message, fields=[FieldProblem(field="ROLLART_STORE", message=message)])
+    opened = SCHEMES.get(urlparse(uri).scheme)
+    if opened is None:
+        message = f"unknown store {uri!r}; use file:///folder"
+        raise Invalid(message, fields=[FieldProblem(field="ROLLART_STORE", message=message)])
+    return opened(uri)

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -21,8 +22,8 @@ import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.generation.engines.vllm_request import Live, outcome, sampling_params
-from services.generation.engines.vllm_settings import environment, make_config
+from services.generation.engines.vllm_request import Live, leased_id, outcome, sampling_params
+from services.generation.engines.vllm_settings import environment, lease_s, make_config
 from services.generation.engines.vllm_weights import FileLoad
 from services.generation.protocol import EngineRequest, EngineResult, check_prompt, duplicate
 from shared.errors import Internal, Invalid, RollArtError
@@ -34,12 +35,18 @@ _START_S = 1800.0
 """Starting vLLM compiles kernels and captures graphs on GPUs."""
 _LOAD_S = 600.0
 _CLOSE_S = 30.0
+_LOOK_S = 0.5
+_PAUSE_S = 60.0
+_PAUSE_AGAIN_S = 0.05
+_ABORTED_LEASE_S = 2.0
+"""KV of an aborted request stays so long: the decode worker hears of the abort too, and must not read what has
+become another's."""
 T = TypeVar("T")
 
 
 class VllmEngine:
     """See `services.generation.protocol.Engine`. Of a prefilled request it draws the first token anew, from
-    the KV that was fetched. vLLM frees leased KV itself, by its own time limit."""
+    the KV that was fetched."""
 
     def __init__(self, model_dir: Path, *, settings: GenerationSettings, shape: torch.nn.Module) -> None:
         self._settings = settings
@@ -54,6 +61,10 @@ class VllmEngine:
         self._wake: Callable[[], None] = lambda: None
         self._failure: BaseException | None = None
         self._load = (0, 0, 0.0)
+        self._lease_s = lease_s(settings)
+        self._leases: dict[str, str] = {}
+        """Request → vLLM's id of it, of prefilled prompts whose KV waits to be fetched."""
+        self._looked_at = 0.0
         try:
             self._llm: Any = self._call(self._start(model_dir), _START_S)
         except BaseException:
@@ -109,8 +120,8 @@ class VllmEngine:
 
     @property
     def kv_leases(self) -> int:
-        """0: vLLM keeps the KV that it hands over by its own lease, and tells nobody."""
-        return 0
+        """Prefilled prompts whose KV waits to be fetched, as of a moment ago."""
+        return len(self._leases)
 
     def attach(self, wake: Callable[[], None]) -> None:
         """`wake` is called when a request has ended."""
@@ -128,10 +139,13 @@ class VllmEngine:
         self._loop.call_soon_threadsafe(self._begin, live, params)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without a result; False where it is not live."""
+        """End a request without a result, or the lease of its KV; False where there is neither."""
         live = self._live.pop(request_id, None)
         if live is None:
-            return False
+            leased = self._leases.pop(request_id, None)
+            if leased is not None:
+                self._look({leased: _ABORTED_LEASE_S})
+            return leased is not None
         live.aborted = True
         self._loop.call_soon_threadsafe(self._cancel, live)
         return True
@@ -149,6 +163,8 @@ class VllmEngine:
         while not self._done.empty():
             result = self._done.get()
             if self._live.pop(result.request_id, None) is not None:
+                if leased := leased_id(result):
+                    self._leases[result.request_id] = leased
                 results.append(result)
         return results
 
@@ -160,7 +176,9 @@ class VllmEngine:
         """vLLM's prefix cache is not kept by session; what is old is evicted."""
 
     def tend(self) -> None:
-        """vLLM keeps house itself."""
+        """Ask vLLM, now and then, which KV still waits to be fetched: it keeps house itself."""
+        if self._leases and time.monotonic() - self._looked_at > _LOOK_S:
+            self._look({})
 
     def close(self) -> None:
         """End vLLM's process and our thread."""
@@ -170,6 +188,11 @@ class VllmEngine:
             log.warning("vllm_not_stopped", error=error.message)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
+
+    def _look(self, ending: dict[str, float]) -> None:
+        self._looked_at = time.monotonic()
+        known = dict(self._leases)
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._heed_leases(known, ending)))
 
     def _call(self, work: Coroutine[object, object, T], limit_s: float) -> T:
         """Run something on vLLM's loop and wait for it. Raises Internal where vLLM does not get it done."""
@@ -201,6 +224,20 @@ class VllmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._llm.shutdown)
 
+    async def _heed_leases(self, known: dict[str, str], ending: dict[str, float]) -> None:
+        """Forget the leases that have ended, of those that were known before."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            (left,) = await self._llm.collective_rpc("rollart_leases", args=(ending,)) or [[]]
+        except EngineDeadError as error:
+            self._failure = error
+            self._wake()
+            return
+        for request_id, leased in known.items():
+            if leased not in left:
+                self._leases.pop(request_id, None)
+
     def _heard(self, running: int, waiting: int, kv_usage: float) -> None:
         self._load = (running, waiting, kv_usage)
 
@@ -221,25 +258,53 @@ class VllmEngine:
         try:
             async for output in self._llm.generate(prompt, params, live.internal_id):
                 live.take(output)
-            self._done.put(outcome(live, window=self._window))
+            self._done.put(outcome(live, window=self._window, lease_s=self._lease_s))
         except EngineDeadError as error:
             self._failure = error
         except (ValueError, RuntimeError) as error:
-            self._done.put(outcome(live, window=self._window, error=Internal(f"vLLM refused: {error}")))
+            self._done.put(
+                outcome(
+                    live, window=self._window, lease_s=self._lease_s, error=Internal(f"vLLM refused: {error}")
+                )
+            )
         self._wake()
 
     def _swap(self, paths: list[str], version: int) -> None:
-        self._call(self._reload(paths, version), _LOAD_S)
+        fetching = [live for live in self._live.values() if live.fetching]
+        self._call(self._reload(paths, version, fetching), _LOAD_S)
         self._version = version
         for live in self._live.values():
             live.swapped()
+        for live in fetching:
+            # KV of the old weights: asked again it is refused, and the prompt computed here.
+            live.restart(f"{live.request.request_id}#{next(self._numbers)}", version=version)
+            params = sampling_params(live, window=self._window)
+            self._loop.call_soon_threadsafe(self._begin, live, params)
 
-    async def _reload(self, paths: list[str], version: int) -> None:
+    async def _reload(self, paths: list[str], version: int, fetching: list[Live]) -> None:
         """Requests in flight are kept, all KV is dropped: vLLM computes it again when it resumes."""
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        tasks = [live.task for live in fetching if live.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pause()
         taken = await self._llm.collective_rpc("rollart_load", args=(paths,))
         if not all(taken):
             # Whatever it computes with now, it is not this version; a new process starts clean.
             raise RuntimeError(f"no tensor was taken: {taken}")
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
+
+    async def _pause(self) -> None:
+        """Stop between two steps, without any KV. vLLM cannot drop blocks into which KV is still being
+        written, so it may take more than one try."""
+        limit = time.monotonic() + _PAUSE_S
+        while True:
+            try:
+                await self._llm.pause_generation(mode="keep", clear_cache=True)
+                return
+            except RuntimeError:
+                if time.monotonic() > limit:
+                    raise
+            await self._llm.resume_generation()
+            await asyncio.sleep(_PAUSE_AGAIN_S)

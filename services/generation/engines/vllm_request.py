@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.generation.protocol import EngineRequest, EngineResult
 from shared.errors import RollArtError
-from shared.events import FinishReason
+from shared.events import FinishReason, Prefilled
+
+
+FETCH_BY = "rollart_fetch_by"
+"""Among the parameters of a transfer: until when (Unix time) a decode worker may begin it."""
+_NOT_FOR_VLLM = (FETCH_BY, "remote_prefill_cached_tokens")
+"""The latter is counted by the prefill worker; here it would hide what this engine really computed."""
+_SKEW_S = 1.0
+"""By how much clocks of two machines may differ."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +38,8 @@ class Live:
     """What vLLM says of how its KV is fetched."""
     stopped: bool = False
     recomputed: str = ""
+    fetching: bool = False
+    """Whether it waits for KV of a prefill worker."""
     added_at: float = field(default_factory=time.time)
     first_at: float = 0.0
     ended_at: float = 0.0
@@ -47,6 +58,7 @@ class Live:
         now = time.time()
         if completion.token_ids and not self.token_ids:
             self.first_at = now
+            self.fetching = False
         self.ended_at = now
         self.token_ids += completion.token_ids
         for token, found in zip(completion.token_ids, completion.logprobs or [], strict=True):
@@ -64,6 +76,11 @@ class Live:
         if self.cached is not None:
             self.cached = 0
 
+    def restart(self, internal_id: str, *, version: int) -> None:
+        """Nothing has come yet: asked anew, under other weights."""
+        self.internal_id, self.version = internal_id, version
+        self.task, self.fetching = None, False
+
     def versions(self) -> list[tuple[int, int]]:
         """Run-length: (policy version, tokens)."""
         if not self.spans:
@@ -71,13 +88,27 @@ class Live:
         return [(int(span.version), span.end - span.start) for span in self.spans if span.end > span.start]
 
 
+def leased_id(result: EngineResult) -> str:
+    """By which id vLLM knows a result's KV that waits to be fetched; empty where there is none."""
+    return str((result.kv_transfer_params or {}).get("remote_request_id") or "")
+
+
 def room(live: Live, *, window: int) -> int:
     """Tokens that can still be sampled before the context is full."""
     return min(live.request.context_window, window) - len(live.request.prompt_ids)
 
 
+def unusable(prefilled: Prefilled, *, version: int) -> str:
+    """Why KV is not fetched; empty where it is."""
+    if prefilled.version != version:
+        return "version"
+    until = prefilled.kv_transfer_params.get(FETCH_BY, math.inf)
+    return "late" if not isinstance(until, int | float) or time.time() > until else ""
+
+
 def sampling_params(live: Live, *, window: int) -> Any:
-    """What vLLM is asked for. KV of another version than is live is not fetched: vLLM would not notice."""
+    """What vLLM is asked for. KV of another version than is live is not fetched, nor what may have been freed
+    and be another's by now: vLLM would notice neither."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -89,14 +120,15 @@ def sampling_params(live: Live, *, window: int) -> Any:
         extra["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
         most = 1
     prefilled = request.prefilled
-    if prefilled is not None and prefilled.version != live.version:
-        live.recomputed = "version"
-    elif prefilled is not None:
-        # Counted by the prefill worker; here it would hide what this engine really computed.
-        unwanted = {"remote_prefill_cached_tokens"}
-        extra["kv_transfer_params"] = {
-            name: value for name, value in prefilled.kv_transfer_params.items() if name not in unwanted
-        }
+    if prefilled is not None:
+        live.recomputed = unusable(prefilled, version=live.version)
+        if not live.recomputed:
+            live.fetching = True
+            extra["kv_transfer_params"] = {
+                name: value
+                for name, value in prefilled.kv_transfer_params.items()
+                if name not in _NOT_FOR_VLLM
+            }
     return SamplingParams(
         max_tokens=most,
         temperature=sampling.temperature,
@@ -111,8 +143,8 @@ def sampling_params(live: Live, *, window: int) -> Any:
     )
 
 
-def outcome(live: Live, *, window: int, error: RollArtError | None = None) -> EngineResult:
-    """What is told about a request at its end."""
+def outcome(live: Live, *, window: int, lease_s: float, error: RollArtError | None = None) -> EngineResult:
+    """What is told about a request at its end; where it goes on, its KV can be fetched for `lease_s`."""
     request, count = live.request, len(live.token_ids)
     reason: FinishReason | None = FinishReason.LENGTH
     if live.stopped:
@@ -124,6 +156,9 @@ def outcome(live: Live, *, window: int, error: RollArtError | None = None) -> En
     cached, recomputed = live.cached or 0, live.recomputed
     if request.prefilled is not None and not recomputed and not cached and len(request.prompt_ids) > 1:
         recomputed = "gone"
+    params = None
+    if goes_on:
+        params = (live.params or {}) | {FETCH_BY: time.time() + lease_s - _SKEW_S}
     queued_s, prefill_s, decode_s = _times(live)
     return EngineResult(
         request_id=request.request_id,
@@ -136,7 +171,7 @@ def outcome(live: Live, *, window: int, error: RollArtError | None = None) -> En
         prefill_s=prefill_s,
         decode_s=decode_s,
         error=error,
-        kv_transfer_params=(live.params or {}) if goes_on else None,
+        kv_transfer_params=params,
         transferred_tokens=cached if request.prefilled is not None and not recomputed else 0,
         recomputed=recomputed,
     )

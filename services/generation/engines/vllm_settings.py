@@ -69,6 +69,8 @@ def make_config(model_dir: Path, settings: GenerationSettings) -> Any:
         connector: dict[str, Any] = {
             "kv_connector": settings.kv_connector,
             "kv_role": _CONNECTOR_ROLE[settings.role],
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": lease_s(settings)},
         }
         if settings.device == "cpu":
             connector["kv_buffer_device"] = "cpu"
@@ -80,6 +82,15 @@ def make_config(model_dir: Path, settings: GenerationSettings) -> Any:
         raise Invalid(
             message, fields=[FieldProblem(field="GENERATION__VLLM_ARGS", message=message)]
         ) from error
+
+
+def lease_s(settings: GenerationSettings) -> int:
+    """Seconds for which vLLM keeps handed-over KV for a decode worker that has not asked for it yet.
+
+    No longer than one may still come: until they have ended, vLLM cannot take in new weights. A decode worker
+    at which the turn waits in line keeps its lease alive.
+    """
+    return math.ceil(min(settings.kv_lease_s, settings.kv_fetch_timeout_s + 2))
 
 
 def _own_host(settings: GenerationSettings) -> str:

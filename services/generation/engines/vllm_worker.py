@@ -6,6 +6,7 @@ becomes part of the worker.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
@@ -56,6 +58,17 @@ class WeightLoader:
     """Becomes part of vLLM's worker: `self` is that worker."""
 
     model_runner: Any
+
+    def rollart_leases(self, ending: dict[str, float]) -> list[str]:
+        """Requests whose KV waits to be fetched, by vLLM's id; of those in `ending` the lease ends after so
+        many seconds at the latest."""
+        leases: dict[str, float] = {}
+        with contextlib.suppress(AssertionError):
+            worker = getattr(get_kv_transfer_group(), "connector_worker", None)
+            leases = getattr(worker, "_reqs_to_send", leases)
+        for name in ending.keys() & leases.keys():
+            leases[name] = min(leases[name], time.perf_counter() + ending[name])
+        return list(leases)
 
     def rollart_load(self, paths: list[str]) -> int:
         """Replace the weights by those in safetensors files, already checked; how many tensors the model
