@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := .venv-vllm
 RECIPE ?= recipes/quickstart.toml
 # An index of PyTorch's CPU wheels, where your default one has only CUDA builds.
 TORCH_INDEX ?=
@@ -9,7 +10,7 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt unit integration e2e bench up docs clean
+.PHONY: help setup run test test-vllm check fmt unit integration e2e bench up docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +29,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(VLLM)/.installed: requirements-vllm.txt
+	@echo "Setting up $(VLLM): once, two minutes or so …"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install -q "torch==$(TORCH)+cpu" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 2>/dev/null || \
+	  $(VLLM)/bin/pip install -q "torch==$(TORCH)"
+	@$(VLLM)/bin/pip install -q --no-deps -r requirements-vllm.txt
+	@touch $@
+
 run: setup  ## train the quickstart on this machine (RECIPE=… for another)
 	@$(BIN)/rollart run $(RECIPE)
 
@@ -37,6 +46,9 @@ up: setup  ## start the stack and keep it, for REST and `rollart submit`
 test: setup  ## every test: unit, integration, end to end
 	$(BIN)/python -m pytest tests/unit tests/integration tests/engine_contract -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/e2e
+
+test-vllm: $(VLLM)/.installed  ## the engine contract on vLLM's CPU build, in an environment of its own
+	ENGINE_UNDER_TEST=vllm PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/engine_contract -p no:cacheprovider
 
 unit: setup  ## unit tests only
 	$(BIN)/python -m pytest tests/unit
@@ -65,4 +77,4 @@ docs: setup  ## rewrite the generated reference pages
 	$(BIN)/python -m docs.generate
 
 clean:  ## remove what the other targets made, results in runs/ excepted
-	rm -rf $(VENV) .rollart .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf $(VENV) $(VLLM) .rollart .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -164,8 +164,8 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         # One folder: what vLLM's connector compares before it moves KV includes the model's path.
-        self.prefill = Versioned(folder, role="prefill")
-        self.decode = Versioned(folder, role="decode")
+        self.prefill = Versioned(folder, role="prefill", kv_lease_s=3)
+        self.decode = Versioned(folder, role="decode", kv_lease_s=3)
 
     def take(self, seed: int) -> None:
         """The same weights for both."""

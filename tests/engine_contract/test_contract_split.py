@@ -85,3 +85,37 @@ def test_an_aborted_prefill_leaves_nothing_pinned(pair: Pair) -> None:
         pair.prefill.engine.abort(f"left-{i}")
     assert pair.prefill.engine.kv_leases == 0
     pair.prefill.until(lambda _: pair.prefill.engine.kv_usage == 0.0)
+
+
+def test_kv_that_was_freed_is_computed_again(pair: Pair) -> None:
+    prompt = prompt_of(503, 70)
+    first = pair.prefill.one("freed", prompt, LONG, prefill_only=True)
+    pair.prefill.engine.abort("freed")
+    pair.prefill.until(lambda _: pair.prefill.engine.kv_usage == 0.0)
+    # Others now use its memory.
+    for i in range(8):
+        pair.prefill.one(f"others-{i}", prompt_of(700 + i, 70))
+    result = pair.decode.one("freed", prompt, LONG, prefilled=_prefilled(pair, first))
+    assert result.recomputed in ("gone", "late")
+    assert_agrees(build(1), prompt, result, LONG)
+
+
+def test_kv_that_nobody_fetches_is_freed_in_time_and_does_not_hold_up_new_weights(pair: Pair) -> None:
+    for i in range(5):
+        pair.prefill.one(f"nobody-{i}", prompt_of(800 + i, 60), LONG, prefill_only=True)
+    assert pair.prefill.engine.kv_leases == 5
+    pair.prefill.take(2)
+    pair.prefill.until(lambda _: not pair.prefill.engine.kv_leases and pair.prefill.engine.kv_usage == 0.0)
+
+
+def test_new_weights_while_kv_is_on_its_way(pair: Pair) -> None:
+    prompts = {f"way-{i}": prompt_of(900 + i, 60) for i in range(6)}
+    firsts = {name: pair.prefill.one(name, p, LONG, prefill_only=True) for name, p in prompts.items()}
+    for name, prompt in prompts.items():
+        pair.decode.ask(name, prompt, LONG, prefilled=_prefilled(pair, firsts[name]))
+    pair.decode.take(2)
+    results = pair.decode.results(*prompts)
+    for name, prompt in prompts.items():
+        drawn = results[name].versions
+        old = sum(count for version, count in drawn if version != pair.decode.version)
+        assert_agrees(build(2), prompt, results[name], LONG, slice(old, None))

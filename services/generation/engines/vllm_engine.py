@@ -39,8 +39,8 @@ _LOOK_S = 0.5
 _PAUSE_S = 60.0
 _PAUSE_AGAIN_S = 0.05
 _ABORTED_LEASE_S = 2.0
-"""KV of an aborted request stays so long: the decode worker hears of the abort too, and must not read what has
-become another's."""
+"""KV of an aborted request stays so long: the decode worker hears of the abort too, and must not read what
+has become another's."""
 T = TypeVar("T")
 
 

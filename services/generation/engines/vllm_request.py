@@ -12,7 +12,6 @@ from services.generation.protocol import EngineRequest, EngineResult
 from shared.errors import RollArtError
 from shared.events import FinishReason, Prefilled
 
-
 FETCH_BY = "rollart_fetch_by"
 """Among the parameters of a transfer: until when (Unix time) a decode worker may begin it."""
 _NOT_FOR_VLLM = (FETCH_BY, "remote_prefill_cached_tokens")
