@@ -41,6 +41,9 @@ AFFINITY_SWITCHES = Counter("rollart_affinity_switches", "Changes of a measured 
 TURNS_WAITING = Gauge("rollart_turns_waiting", "Turns that wait for a live worker")
 WORKERS_EJECTED = Counter("rollart_workers_ejected", "Workers that let a try pass and answered nobody")
 TURNS_EXPIRED = Counter("rollart_turns_expired", "Turns dropped after their try deadline", ["where"])
+SESSIONS_OPEN = Gauge("rollart_sessions_open", "Sessions of outside agents, over all routers")
+SESSIONS_ENDED = Counter("rollart_sessions_ended", "Sessions ended by this router", ["status", "reason"])
+SESSION_TURNS = Counter("rollart_session_turns", "Calls of outside agents, by outcome", ["outcome"])
 
 # Generation
 TOKENS = Counter("rollart_tokens", "Tokens processed by engines", ["kind"])

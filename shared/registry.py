@@ -25,6 +25,7 @@ TABLES: dict[Kind, dict[str, str]] = {
     "reward": {
         "episode_return": "services.reward.scorers:EpisodeReturn",
         "success": "services.reward.scorers:Success",
+        "posted": "services.reward.scorers:Posted",
     },
     "engine": {
         "torch": "services.generation.engines.torch_engine:TorchEngine",

@@ -35,6 +35,10 @@ PLAIN_TEMPLATE = (
 _ANSWER = "\u2402ANSWER\u2403"
 """Stands for the sampled answer while the glue behind it is rendered; no observation holds it."""
 _CACHED_GLUE = 8192
+Messages = Sequence[Mapping[str, object]]
+"""In OpenAI's form: `role`, `content` and what else a template reads."""
+Tools = Sequence[Mapping[str, object]] | None
+"""In OpenAI's form, for the templates that show them to the model."""
 
 
 class ChatTokenizer:
@@ -103,6 +107,24 @@ class ChatTokenizer:
         """
         return list(self._cached_turn_ids(observation, ended))
 
+    def conversation_ids(self, messages: Messages, *, tools: Tools = None) -> list[int]:
+        """A whole conversation that somebody else has written, and the start of the next answer.
+
+        Raises Invalid where the text cannot be encoded or the template refuses it.
+        """
+        return self._encode(self._render(messages, tools))
+
+    def following_ids(self, messages: Messages, *, ended: bool, tools: Tools = None) -> list[int]:
+        """As `turn_ids`, for any messages behind an answer."""
+        glue = self._glue(messages, tools)
+        if ended and self._end_text is not None:
+            glue = glue.removeprefix(self._end_text)
+        return self._encode(glue)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Text as it is, without a template. Raises Invalid where it cannot be encoded."""
+        return self._encode(text)
+
     def answer_ids(self, text: str) -> list[int]:
         """An answer as ids, with the end token: what a policy that says exactly this would sample."""
         return self._encode(text) + list(self.end_ids[:1])
@@ -117,15 +139,12 @@ class ChatTokenizer:
         return text
 
     def _turn_ids(self, observation: str, ended: bool) -> tuple[int, ...]:
-        glue = self._glue(observation)
-        if ended and self._end_text is not None:
-            glue = glue.removeprefix(self._end_text)
-        return tuple(self._encode(glue))
+        return tuple(self.following_ids([_user(observation)], ended=ended))
 
-    def _glue(self, observation: str) -> str:
-        """All that the template puts behind an answer when `observation` is the next user message."""
-        messages = [_user("?"), {"role": "assistant", "content": _ANSWER}, _user(observation)]
-        before, found, glue = self._render(messages).rpartition(_ANSWER)
+    def _glue(self, following: Messages, tools: Tools = None) -> str:
+        """All that the template puts behind an answer when these are the next messages."""
+        messages = [_user("?"), {"role": "assistant", "content": _ANSWER}, *following]
+        before, found, glue = self._render(messages, tools).rpartition(_ANSWER)
         if not found or _ANSWER in before:
             raise _invalid("the chat template does not render an answer verbatim")
         return glue
@@ -135,7 +154,7 @@ class ChatTokenizer:
 
     def _end_of_answer(self) -> str | None:
         """The special token that the template puts right behind an answer, or None."""
-        glue = self._glue("?")
+        glue = self._glue([_user("?")])
         specials = [
             t.content
             for t in self._tokenizer.get_added_tokens_decoder().values()
@@ -143,11 +162,11 @@ class ChatTokenizer:
         ]
         return max(specials, key=len, default=None)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: Messages, tools: Tools = None) -> str:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
@@ -206,7 +225,7 @@ def _raise_exception(message: str) -> str:
     raise TemplateError(message)
 
 
-def _user(content: str) -> dict[str, str]:
+def _user(content: str) -> Mapping[str, object]:
     return {"role": "user", "content": content}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -18,7 +18,7 @@ import structlog
 from shared import errors, metrics
 from shared.bus import Bus
 from shared.errors import Conflict, DeadlineExceeded, Problem, ProblemDetail
-from shared.events import Event, TurnFailed, TurnGenerated, TurnRequested
+from shared.events import Event, TurnFailed, TurnGenerated, TurnProgressed, TurnRequested
 from shared.state import State
 from shared.supervisor import Supervisor
 from shared.topics import REPLIES, TURNS
@@ -37,6 +37,7 @@ class _Asked:
     turn: TurnRequested
     traceparent: str
     answer: asyncio.Future[TurnGenerated]
+    on_progress: Callable[[TurnProgressed], None] | None = None
     retry_at: float = 0.0
     """When a retryable failure is asked again; 0: a try is out."""
 
@@ -88,8 +89,15 @@ class TurnClient:
         """Of a try that begins now, in a turn with this deadline."""
         return min(deadline, time.time() + self._try_deadline_s)
 
-    async def ask(self, turn: TurnRequested, *, traceparent: str = "") -> TurnGenerated:
-        """The sampled turn. `turn` is the first try, with our `asker` and `partition` in it.
+    async def ask(
+        self,
+        turn: TurnRequested,
+        *,
+        traceparent: str = "",
+        on_progress: Callable[[TurnProgressed], None] | None = None,
+    ) -> TurnGenerated:
+        """The sampled turn. `turn` is the first try, with our `asker` and `partition` in it; `on_progress` is
+        told the tokens of one with `stream` as they come, of each try anew.
 
         Raises DeadlineExceeded after the turn's deadline, Conflict where the same turn is being asked, or the
         error that the worker answered with.
@@ -97,7 +105,7 @@ class TurnClient:
         key = (turn.trajectory_id, turn.attempt, turn.turn)
         if key in self._asked:
             raise Conflict(f"turn {turn.turn} of {turn.trajectory_id} is being asked already")
-        asked = _Asked(turn, traceparent, asyncio.get_running_loop().create_future())
+        asked = _Asked(turn, traceparent, asyncio.get_running_loop().create_future(), on_progress)
         self._asked[key] = asked
         try:
             self._publish(asked)
@@ -113,11 +121,14 @@ class TurnClient:
 
     def _on_replies(self, events: Sequence[Event]) -> None:
         for event in events:
-            assert isinstance(event, TurnGenerated | TurnFailed)
+            assert isinstance(event, TurnGenerated | TurnFailed | TurnProgressed)
             if event.asker != self.asker:
                 continue
             asked = self._asked.get((event.trajectory_id, event.attempt, event.turn))
-            if asked is None or asked.answer.done() or event.try_number != asked.turn.try_number:
+            if isinstance(event, TurnProgressed):
+                if asked is not None and asked.on_progress and event.try_number == asked.turn.try_number:
+                    asked.on_progress(event)
+            elif asked is None or asked.answer.done() or event.try_number != asked.turn.try_number:
                 self.late_replies += 1
                 metrics.LATE_REPLIES.inc()
             elif isinstance(event, TurnGenerated):

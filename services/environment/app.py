@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from services.environment.episode import EpisodePlayer
-from services.environment.policies import Policies
 from services.environment.threads import DaemonPool
 from shared import metrics, service
 from shared.bus import Delivery
 from shared.events import RolloutRequested, TrajectoryStatus
+from shared.policies import Policies
 from shared.service import Context
 from shared.settings import Settings
 from shared.topics import ROLLOUTS, TRAJECTORIES

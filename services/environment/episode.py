@@ -16,7 +16,6 @@ import structlog
 from pydantic import BaseModel
 
 from services.environment.guard import EnvironmentBroke, checked_step, checked_text, guarded, opened
-from services.environment.policies import Policies, PolicyView
 from services.environment.protocol import Demonstrator, Environment
 from services.environment.threads import DaemonPool
 from shared import metrics, registry, telemetry
@@ -33,6 +32,7 @@ from shared.events import (
     TurnRecord,
     TurnRequested,
 )
+from shared.policies import Policies, PolicyView
 from shared.settings import EnvironmentSettings
 from shared.turns import TurnClient
 

@@ -65,3 +65,27 @@ class Success:
         if math.isnan(earned):
             return Score(earned)
         return Score(1.0 if earned >= self._threshold else 0.0, {"return": earned})
+
+
+class Posted:
+    """The reward that an outside agent has posted for its session."""
+
+    isolated: ClassVar[bool] = False
+
+    class Config(ScorerConfig):
+        """What was posted."""
+
+        reward: float | None = None
+        """None: the session ended without one."""
+        components: dict[str, float] = Field({})
+        """What it is made of, for people."""
+
+    def __init__(self, config: Config) -> None:
+        self.bounds = (-math.inf, math.inf)
+        self._config = config
+
+    def score(self, trajectory: TrajectoryCompleted) -> Score | None:
+        """Applies where a reward was posted."""
+        if self._config.reward is None:
+            return None
+        return Score(self._config.reward, self._config.components)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 
 from services.router.affinity import MIN_TURNS, Affinity, Choice, Figures
-from services.router.dispatch import Dispatch
 from services.router.plans import Planner, Wish
+from services.router.serving import Serving, serving
 from shared.api import AffinityFallback, AffinityOption, AffinityReport, AffinityWish, TaskAffinity
 
 router = APIRouter(tags=["affinity"])
 
 
-async def _dispatch(request: Request) -> Dispatch:
-    return cast(Dispatch, request.state.service)
-
-
 @router.get("/v1/affinity", summary="Which hardware takes the turns of each task, and why")
-async def affinity(dispatch: Annotated[Dispatch, Depends(_dispatch)]) -> AffinityReport:
+async def affinity(at: Annotated[Serving, Depends(serving)]) -> AffinityReport:
     """Declared and measured choices, what they cost, and what had to fall back."""
+    dispatch = at.dispatch
     return report(dispatch.affinity, dispatch.planner, time.time())
 
 

@@ -30,11 +30,14 @@ from shared.state.records import (
     ProcessRecord,
     Record,
     RunRecord,
+    SessionOutcome,
+    SessionRecord,
     TaskProfile,
     TaskRecord,
     WorkerRecord,
 )
 from shared.state.runs import Runs
+from shared.state.sessions import Sessions
 
 __all__ = [
     "HINT_INTERVAL_S",
@@ -42,6 +45,8 @@ __all__ = [
     "ProcessRecord",
     "Record",
     "RunRecord",
+    "SessionOutcome",
+    "SessionRecord",
     "State",
     "TaskProfile",
     "TaskRecord",
@@ -49,6 +54,6 @@ __all__ = [
 ]
 
 
-class State(Policies, Processes, Runs, Control):
+class State(Policies, Processes, Runs, Sessions, Control):
     """One process's door to Redis. Methods wait for a Redis that is away, and raise Unavailable when it stays
     so. Each may run its commands again after a lost connection, and says the same then."""

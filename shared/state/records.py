@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
-from shared.events import Role
+from shared.events import Phases, Role, Sampling, TrajectoryStatus
 from shared.summary import RunState
 
 FieldT = bytes | bytearray | memoryview | str | int | float
@@ -101,3 +103,38 @@ class TaskRecord(Record):
     """JSON."""
     trajectory_ids: list[str]
     created_at: float
+
+
+class SessionOutcome(Record):
+    """How a session of an outside agent ended, as its caller said."""
+
+    status: TrajectoryStatus
+    reason: str = ""
+    reward: float | None = None
+    components: dict[str, float] = {}
+
+
+class SessionRecord(Record):
+    """One session of an outside agent, in its present attempt."""
+
+    session_id: str
+    attempt: int
+    state: Literal["open", "ending", "ended"] = "open"
+    """`ending`: decided, its trajectories are being published."""
+    policy: str
+    task: str
+    run_id: str
+    group_id: str
+    member: int
+    context_window: int | None
+    """Of the whole conversation; None: the model's."""
+    sampling: Sampling
+    """What a call does not say itself."""
+    affinity: str | None = None
+    prefill_affinity: str | None = None
+    phases: Phases | None = None
+    start_version: int
+    created_at: float
+    outcome: SessionOutcome | None = None
+    trajectory_ids: list[str] = []
+    """What it has become."""

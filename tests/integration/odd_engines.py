@@ -60,6 +60,31 @@ class Endless(InstantEngine):
         return super().abort(request_id)
 
 
+class Dripping(InstantEngine):
+    """One token a step, for whoever wants to see them come."""
+
+    def __init__(self, *, window: int, vocab_size: int, max_batch: int) -> None:
+        super().__init__(window=window, vocab_size=vocab_size, max_batch=max_batch)
+        self._told: dict[str, int] = {}
+
+    def step(self) -> list[EngineResult]:
+        time.sleep(0.005)
+        due = []
+        for request_id, (request, _) in self._waiting.items():
+            told = self._told[request_id] = self._told.get(request_id, 0) + 1
+            if told >= request.sampling.max_tokens:
+                due.append(request_id)
+        others = {name: self._waiting.pop(name) for name in list(self._waiting) if name not in due}
+        results = super().step()
+        self._waiting |= others
+        return results
+
+    def peek(self, request_id: str, start: int) -> tuple[list[int], list[float]]:
+        token_ids, logprobs = self._script(self._waiting[request_id][0].sampling.max_tokens)
+        told = self._told.get(request_id, 0)
+        return token_ids[start:told], logprobs[start:told]
+
+
 class _Refused:
     """Weights that do not fit."""
 

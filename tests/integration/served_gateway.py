@@ -15,6 +15,7 @@ import pytest_asyncio
 import uvicorn
 from fastapi import FastAPI
 from pydantic import JsonValue
+from served_app import serving
 
 from services.gateway import app as gateway_app
 from shared import topics
@@ -68,25 +69,10 @@ class Served:
 @asynccontextmanager
 async def serve(settings: Settings) -> AsyncIterator[Served]:
     app = gateway_app.create_app(settings)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on", http="h11"))
-    server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        assert not task.done(), "the gateway did not start"
-        await asyncio.sleep(0.01)
-    served = Served(app, server)
-    try:
+    async with serving(app) as server:
+        served = Served(app, server)
         async with served.raw, served.client:
             yield served
-    finally:
-        app.state.supervisor.drain()
-        server.should_exit = True
-        await task
-
-
-class _no_signals:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def settings_of(folder: Path, redis_url: str, bootstrap: str) -> Settings:

@@ -11,7 +11,6 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from services.environment.episode import EpisodePlayer
-from services.environment.policies import Policies
 from services.environment.threads import DaemonPool
 from shared.bus import Bus
 from shared.events import (
@@ -24,6 +23,7 @@ from shared.events import (
     TurnGenerated,
     TurnRequested,
 )
+from shared.policies import Policies
 from shared.settings import EnvironmentSettings, KafkaSettings
 from shared.state import State
 from shared.store import FileStore

@@ -1,9 +1,12 @@
-"""What the environment knows of policies: the newest version of each, and its tokenizer."""
+"""What a process that asks for turns knows of policies: newest version, tokenizer, window.
+Used by environments, and by the router for outside sessions."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared.state import State
 from shared.store import ObjectStore
@@ -17,6 +20,8 @@ class PolicyView:
     version: int
     pinned: bool
     tokenizer: ChatTokenizer
+    window: int | None
+    """Positions that the model has, where its config tells."""
 
 
 class Policies:
@@ -43,7 +48,7 @@ class Policies:
         record, model_uri = await self._state.find_policy(reference)
         folder = self._store.folder(model_uri)
         tokenizer = await asyncio.to_thread(ChatTokenizer.from_folder, folder)
-        view = PolicyView(record.version, "@" in reference, tokenizer)
+        view = PolicyView(record.version, "@" in reference, tokenizer, _window(folder))
         self._views[reference] = view
         return view
 
@@ -57,3 +62,12 @@ class Policies:
                 if newest is not None:
                     view.version = max(view.version, newest[0].version)
             await self._state.wait_hint("policies")
+
+
+def _window(folder: Path) -> int | None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = config.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None

@@ -1,0 +1,1 @@
+"""Outside agents on the turn path: OpenAI-compatible sessions whose tokens become trajectories."""
