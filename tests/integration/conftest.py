@@ -7,33 +7,13 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from brokers import SESSION_S, prefixed, settings_for
 
 from shared import topics
 from shared.embedded import admin
 from shared.embedded.kafka import EmbeddedKafka, LocalKafka
 from shared.embedded.redis import EmbeddedRedis
 from shared.settings import KafkaSettings, RedisSettings
-from shared.topics import TopicPlan
-
-SESSION_S = 3.0
-PARTITIONS = 4
-
-
-def settings_for(bootstrap: str, *, embedded: bool) -> KafkaSettings:
-    """Settings with a prefix that no other test uses."""
-    return KafkaSettings(
-        bootstrap=bootstrap,
-        prefix=f"t{uuid.uuid4().hex[:10]}.",
-        partitions=PARTITIONS,
-        reply_partitions=PARTITIONS,
-        session_timeout_s=SESSION_S,
-        fetch_wait_ms=5 if embedded else None,
-    )
-
-
-def prefixed(settings: KafkaSettings) -> list[TopicPlan]:
-    """All topics under the prefix of the settings, by their full names."""
-    return [TopicPlan(settings.prefix + plan.name, plan.partitions) for plan in topics.plan(settings)]
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from brokers import PARTITIONS, SESSION_S, prefixed, settings_for
 from bus_process import Collector, committed, event, joined, number, process, publish, until
-from conftest import PARTITIONS, SESSION_S, prefixed, settings_for
 
 from shared import metrics, topics
 from shared.bus import Delivery
