@@ -101,6 +101,34 @@ class _Refused:
         raise AssertionError("what was refused is not loaded")
 
 
+class _Logged:
+    """Says what is done with it."""
+
+    def __init__(self, inner: WeightLoad, version: int) -> None:
+        self._inner, self._version = inner, version
+
+    def add(self, tensors: Mapping[str, RawTensor]) -> None:
+        Logged.log.append(("add", self._version))
+        self._inner.add(tensors)
+
+    def check(self) -> None:
+        Logged.log.append(("check", self._version))
+        self._inner.check()
+
+    def swap(self) -> None:
+        Logged.log.append(("swap", self._version))
+        self._inner.swap()
+
+
+class Logged(InstantEngine):
+    """Tells what becomes of updates."""
+
+    log: ClassVar[list[tuple[str, int]]] = []
+
+    def begin_load(self, version: int) -> WeightLoad:
+        return _Logged(super().begin_load(version), version)
+
+
 class Picky(InstantEngine):
     """Refuses even versions."""
 
