@@ -205,6 +205,22 @@ def test_a_long_prompt_does_not_hold_up_the_others(tmp_path: Path) -> None:
     assert finished[9] == ["long"]
 
 
+def test_no_step_moves_or_grows_what_holds_the_kv(tmp_path: Path) -> None:
+    engine = engine_for(tmp_path, cache_tokens=4096)
+    ask(engine, "first", prompt_of(0, 4), Sampling(max_tokens=1))
+    drain(engine)
+
+    def places() -> list[tuple[int, int]]:
+        return [(pool.data_ptr(), pool.numel()) for pair in engine._store.layers.values() for pool in pair]
+
+    before = places()
+    assert len(before) == 4
+    for i in range(6):
+        ask(engine, f"r{i}", prompt_of(i, 10 + 20 * i), Sampling(max_tokens=40))
+    drain(engine)
+    assert places() == before
+
+
 def test_the_context_window_clips_and_is_told(tmp_path: Path) -> None:
     engine = engine_for(tmp_path)
     prompt = prompt_of(0, 90)
