@@ -173,6 +173,8 @@ async def _up(settings: Settings, *, as_json: bool) -> None:
             else:
                 out = console()
                 out.print(f"gateway  {stack.url}   (documentation at {stack.url}/docs)", soft_wrap=True)
+                router = launcher.urls["router"]
+                out.print(f"router   {router}   (agents of yours: {router}/sessions/ID/v1)", soft_wrap=True)
                 out.print(f"key      {stack.key}", soft_wrap=True)
                 if workers_shown := _several(launcher):
                     out.print(f"workers  {workers_shown}", soft_wrap=True)
