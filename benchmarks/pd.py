@@ -8,8 +8,8 @@ Kafka, and an asker that plays trajectories through the environment's turn clien
 - `frozenlake`, `math`, `swe`: the synthetic engine at the speeds of one H800 and three H20, together and
   split. Together, the trajectories are shared by both kinds of GPU as they can take them.
 - `affinity`: frozenlake and math at the same time, on GPUs of (nearly) equal cost: two H800 (5.7), six H20
-  (6), and one H800 with three H20 (5.85), there with declared affinity, and with `auto`, which has to find
-  out first.
+  (6), and one H800 with three H20 (5.85), there with declared affinity, and with `auto` after it has had time
+  to measure. `auto` looks for the least cost, not the least time on GPUs that are there anyway: hence both.
 
 Seconds of the last two are those of the GPUs: what was measured here, times `time_divisor`. They include the
 way through router and Kafka, times the same. What makes up the speeds is written in `gpu_speeds.py`, what is
@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import gpu_speeds
 from benchmarks.pd_profiles import FROZENLAKE, MATH, SWE, Job, Lane, Outcome, Plan, Profile, Queue
 from benchmarks.turn import environ_of, publish_policy, settings_for_bench, spawn
 from services.launcher import Launcher
@@ -109,7 +110,8 @@ def _mixed_jobs(count: int, players: int) -> list[Job]:
     together = [_together(players, COMPUTE), _together(players, BANDWIDTH)]
     jobs = [_job(one.name, (one, count, together)) for one in _ON_GPUS]
     declared = _affinity_job("declared", count, 2 * players, (COMPUTE, BANDWIDTH))
-    return [*jobs, declared, _affinity_job(AUTO, count, 2 * players, (AUTO, AUTO))]
+    # The first lets the router measure.
+    return [*jobs, declared, *(_affinity_job(n, count, 2 * players, (AUTO, AUTO)) for n in ("first", AUTO))]
 
 
 def _affinity_job(name: str, count: int, players: int, classes: tuple[str, str]) -> Job:
@@ -127,7 +129,9 @@ class Size:
     """Of each lane of GPUs; two lanes play a job."""
 
 
-_FULL, _QUICK = Size(trajectories=48, players=16), Size(trajectories=12, players=6)
+_FULL, _QUICK = Size(trajectories=48, players=8), Size(trajectories=12, players=6)
+"""The KV of so many trajectories fits into one H800: beyond that a prefill worker drops prefixes before their next
+turn, computes them anew, and a split loses more than it gains."""
 
 
 async def _fleet(workers: str, count: int, jobs: Sequence[Job], *, tiny: bool = False) -> dict[str, Outcome]:
@@ -176,6 +180,8 @@ async def _synthetic(size: Size) -> tuple[Figures, Figures]:
         **alone,
         "declared_s": declared,
         "auto_s": auto,
+        "declared_cost": _cost(mixed["declared"]),
+        "auto_cost": _cost(mixed[AUTO]),
         "declared_over_h800": round(alone["h800_s"] / declared, 3),
         "declared_over_h20": round(alone["h20_s"] / declared, 3),
         "auto_over_h800": round(alone["h800_s"] / auto, 3),
@@ -187,6 +193,13 @@ async def _synthetic(size: Size) -> tuple[Figures, Figures]:
 
 def _seconds(outcome: Outcome, scale: float) -> float:
     return round(outcome.seconds * scale, 2)
+
+
+def _cost(outcome: Outcome) -> float:
+    """Seconds in which the GPUs were busy, times their prices."""
+    counts = {"compute:both": (1, gpu_speeds.H800.cost), "bandwidth:both": (3, gpu_speeds.H20.cost)}
+    shares = ((share, *counts[kind]) for kind, share in outcome.busy.items())
+    return round(sum(share * n * price for share, n, price in shares) * outcome.seconds * _DIVISOR, 1)
 
 
 def _compared(together: Outcome, split: Outcome, *, scale: float) -> Figures:

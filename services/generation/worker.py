@@ -189,11 +189,13 @@ class Worker:
     def _step(self, hosted: Hosted) -> None:
         began = time.perf_counter()
         results = hosted.engine.step()
-        took = time.perf_counter() - began
-        self.busy_s += took
-        metrics.ENGINE_STEP_SECONDS.observe(took)
+        now = time.perf_counter()
+        self.busy_s += now - began
+        metrics.ENGINE_STEP_SECONDS.observe(now - began)
+        running = sum(other.engine.running for other in self._hosted.values()) + len(results)
+        self.profiles.shares.tick(now, running)
         for result in results:
-            self._reply(hosted, result)
+            self._reply(hosted, result, now)
         if self._streaming:
             self._streaming = replies.report_progress(hosted, self._publisher)
 
@@ -298,7 +300,7 @@ class Worker:
         for held in self._homeless.pop(reference, []):
             self._reply_failed(held, error)
 
-    def _reply(self, hosted: Hosted, result: EngineResult) -> None:
+    def _reply(self, hosted: Hosted, result: EngineResult, now: float) -> None:
         held = hosted.live.pop(result.request_id, None)
         if held is None:
             return
@@ -310,7 +312,7 @@ class Worker:
         else:
             self._answer(held, result)
         if error is None:
-            self.profiles.count(held, result)
+            self.profiles.count(held, result, now)
         hosted.judge(error)
 
     def _hand_over(self, hosted: Hosted, held: InHand, result: EngineResult) -> None:

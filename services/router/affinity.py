@@ -1,7 +1,9 @@
 """`auto`: the cheapest way to serve each task, by what workers have measured. Used by `dispatch.py`.
 
-The cost of a turn is the price of a class times the seconds that the task's typical turn takes there: for one
-worker its prefill and its decode, for two the prefill at the one class and decode and transfer at the other.
+The cost of a turn is the price of a class times the seconds of a worker that the task's typical turn takes
+there, its share where many are worked on at once: for one worker its prefill and its decode, for two the
+prefill at the one class and decode and transfer at the other. Decoding gets cheaper with company, and an option
+that is only explored has none: its decode counts as shared by as many as the present choice has.
 A choice changes only for a clear and lasting gain. A small, fixed share of trajectories, from beginning to
 end, goes where too little was measured of late. Everything follows from heartbeats and ids, so that routers
 side by side choose alike.
@@ -19,7 +21,7 @@ from services.router.fleet import Fleet
 from services.router.measured import FORGET_S, Cell, Measured, Typical
 from services.router.plans import Option, Planner, Wish
 from shared import metrics
-from shared.events import TurnRequested
+from shared.events import Role, TurnRequested
 
 _LOG = structlog.get_logger()
 MIN_TURNS = 8.0
@@ -135,7 +137,8 @@ class Affinity:
     def _look(self, task: str, wish: Wish, choice: Choice, now: float) -> None:
         options = self._planner.options(wish)
         typical = self.measured.typical(task, now)
-        choice.figures = tuple(self._figures(task, option, typical, now) for option in options)
+        company = self._company(task, choice.current)
+        choice.figures = tuple(self._figures(task, option, typical, company, now) for option in options)
         choice.unsure = tuple(
             f.option for f in choice.figures if f.turns < MIN_TURNS and f.option != choice.current
         )
@@ -188,7 +191,15 @@ class Affinity:
         choice.why = why
         choice.leading, choice.looks, choice.away_since = None, 0, None
 
-    def _figures(self, task: str, option: Option, typical: Typical | None, now: float) -> Figures:
+    def _company(self, task: str, current: Option) -> float:
+        """Turns of the task that are decoded at a time under the present choice, over all its workers."""
+        role: Role = "both" if current.prefill_class is None else "decode"
+        cell = self.measured.cell(task, role, current.device_class)
+        return 0.0 if cell is None else cell.beside * len(self._fleet.of(role, current.device_class))
+
+    def _figures(
+        self, task: str, option: Option, typical: Typical | None, company: float, now: float
+    ) -> Figures:
         if option.prefill_class is None:
             prefill = decode = self.measured.cell(task, "both", option.device_class)
         else:
@@ -197,6 +208,10 @@ class Affinity:
         if prefill is None or decode is None or typical is None:
             return Figures(option, 0.0, False, 0.0, 0.0, 0.0, 0.0)
         prefill_s, decode_s = _typical_seconds(prefill, decode, typical)
+        role: Role = "both" if option.prefill_class is None else "decode"
+        expected = company / max(1, len(self._fleet.of(role, option.device_class)))
+        if 0 < decode.beside < expected:
+            decode_s *= decode.beside / expected
         transfer_s = 0.0 if option.prefill_class is None else decode.transfer_s
         price = self.price(option.device_class)
         prefill_price = self.price(option.prefill_class or option.device_class)

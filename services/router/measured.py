@@ -72,6 +72,11 @@ class Cell:
         return self.sums["decode_s"] / max(self.sums["generated_tokens"], 1e-9)
 
     @property
+    def beside(self) -> float:
+        """How many turns were decoded at a time; 0 where that is not known."""
+        return self.sums["decode_wall_s"] / self.sums["decode_s"] if self.sums["decode_s"] else 0.0
+
+    @property
     def transfer_s(self) -> float:
         """Seconds of a turn for fetching KV, and for computing prompts whose KV could not be fetched."""
         again = self.sums["prefill_s"] - self.sums["transfer_s"] if self.sums["prefills"] else 0.0
