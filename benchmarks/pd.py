@@ -130,8 +130,8 @@ class Size:
 
 
 _FULL, _QUICK = Size(trajectories=48, players=8), Size(trajectories=12, players=6)
-"""The KV of so many trajectories fits into one H800: beyond that a prefill worker drops prefixes before their next
-turn, computes them anew, and a split loses more than it gains."""
+"""The KV of so many trajectories fits into one H800: beyond that a prefill worker drops prefixes before their
+next turn, computes them anew, and a split loses more than it gains."""
 
 
 async def _fleet(workers: str, count: int, jobs: Sequence[Job], *, tiny: bool = False) -> dict[str, Outcome]:

@@ -2,8 +2,8 @@
 
 The cost of a turn is the price of a class times the seconds of a worker that the task's typical turn takes
 there, its share where many are worked on at once: for one worker its prefill and its decode, for two the
-prefill at the one class and decode and transfer at the other. Decoding gets cheaper with company, and an option
-that is only explored has none: its decode counts as shared by as many as the present choice has.
+prefill at the one class and decode and transfer at the other. Decoding gets cheaper with company, and an
+option that is only explored has none: its decode counts as shared by as many as the present choice has.
 A choice changes only for a clear and lasting gain. A small, fixed share of trajectories, from beginning to
 end, goes where too little was measured of late. Everything follows from heartbeats and ids, so that routers
 side by side choose alike.

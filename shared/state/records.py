@@ -32,15 +32,15 @@ class TaskProfile(Record):
     cached_tokens: int = 0
     """Of these, reused or fetched instead of computed."""
     prefill_s: float = 0.0
-    """Of the worker's time, the turns' shares from a place in the batch to the first token: where n are worked
-    on at a moment, each has one part in n."""
+    """Of the worker's time, the turns' shares from a place in the batch to the first token: where n are
+    worked on at a moment, each has one part in n."""
     decodes: int = 0
     generated_tokens: int = 0
     decode_s: float = 0.0
     """The same between the first token and the last."""
     decode_wall_s: float = 0.0
-    """From the first token to the last by the clock, summed over turns; over `decode_s` it tells how many were
-    worked on at a time."""
+    """From the first token to the last by the clock, summed over turns; over `decode_s` it tells how many
+    were worked on at a time."""
     transfer_s: float = 0.0
     """Fetching KV from prefill workers, summed over turns."""
 
